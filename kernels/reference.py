@@ -1,0 +1,197 @@
+"""Plain-torch twins of the kernels: the test oracle, and the path wherever the fused ones do not run.
+
+The maths of one linear, for row t of job j with rank r, scale s = α/r (α/√r for rsLoRA) and dropout mask D (rate p):
+
+    forward    S = X̂ Aᵀ        Y = X Wᵀ + b + s S Bᵀ              X̂ = D ⊙ X / (1 − p)
+    backward   dS = s dY B      dX = dY W + D ⊙ (dS A) / (1 − p)    dB = s dYᵀ S    dA = dSᵀ X̂
+
+W is frozen, so there is no dW; the base path is never dropped. dA and dB go straight into the job's gradient vector.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from tlora.kernels.tiles import LossTable, Piece, RowTable, Site, Sites
+
+_MASK = 0xFFFFFFFF
+
+
+def keep_mask(
+    counters_T: torch.Tensor, columns: int, *, seed: int, step: int, module: int, dropout: float
+) -> torch.Tensor:
+    """Bool [T, columns]: which inputs dropout keeps.
+
+    A hash of (job seed, job step, module, row within the job's own step, column) and nothing else: a mask is the same
+    whatever is packed beside the job, however its step is cut, and when it is drawn again in the backward pass.
+    All arithmetic is modulo 2³²: each word enters the state by addition and is scattered by murmur3's finaliser.
+    """
+    state = torch.zeros(1, dtype=torch.int64, device=counters_T.device)
+    for word in (seed & _MASK, seed >> 32, step, module):
+        state = _scatter(state + word)
+    rows_T1 = _scatter(state + counters_T)[:, None]
+    bits_TK = _scatter(_scatter(rows_T1 + torch.arange(columns, device=counters_T.device)))
+    return bits_TK >= int(dropout * 2**32)
+
+
+def _scatter(x: torch.Tensor) -> torch.Tensor:
+    x = (x + 0x9E3779B9) & _MASK
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def dropped(x_TK: torch.Tensor, site: Site, step: int, counters_T: torch.Tensor, training: bool) -> torch.Tensor:
+    """D ⊙ X / (1 − p) for rows of one job; X itself where nothing is dropped."""
+    if site.dropout == 0.0 or not training:
+        return x_TK
+    keep_TK = keep_mask(counters_T, x_TK.shape[1], seed=site.seed, step=step, module=site.module, dropout=site.dropout)
+    return torch.where(keep_TK, x_TK / (1.0 - site.dropout), 0.0)
+
+
+def product(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, rows: RowTable) -> torch.Tensor:
+    """X Wᵀ + b. In deterministic mode block by block: a product's bits depend on how many rows it has."""
+    if not rows.per_sequence:
+        return F.linear(x_TK, weight_NK, bias_N)
+    return torch.cat([F.linear(x, weight_NK, bias_N) for x in x_TK.split(rows.blocks)])
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, weight_NK, bias_N, rows, sites):  # type: ignore[no-untyped-def]
+        y_TN = product(x_TK, weight_NK, bias_N, rows)
+        lows = []
+        for piece, site in _adapted(rows, sites):
+            s_TR = _dropped(x_TK[piece.span], piece, site, rows) @ site.a_RK.T
+            y_TN[piece.span].addmm_(s_TR, site.b_NR.T, alpha=site.scale)
+            lows.append(s_TR)
+        ctx.save_for_backward(x_TK, weight_NK, *lows)
+        ctx.rows, ctx.sites = rows, sites
+        return y_TN
+
+    @staticmethod
+    def backward(ctx, dy_TN):  # type: ignore[no-untyped-def]
+        x_TK, weight_NK, *lows = ctx.saved_tensors
+        rows: RowTable = ctx.rows
+        dy_TN = dy_TN.contiguous()
+        dx_TK = product(dy_TN, weight_NK.T, None, rows)
+        for (piece, site), s_TR in zip(_adapted(rows, ctx.sites), lows, strict=True):
+            dy = dy_TN[piece.span]
+            ds_TR = (dy @ site.b_NR).mul_(site.scale)
+            add_product(site.grad_b_NR, dy, s_TR, site.scale)
+            add_product(site.grad_a_RK, ds_TR, _dropped(x_TK[piece.span], piece, site, rows))
+            dx_TK[piece.span] += _dropped(ds_TR @ site.a_RK, piece, site, rows)
+        return dx_TK, None, None, None, None
+
+
+def lora_linear(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, rows: RowTable, sites: Sites
+) -> torch.Tensor:
+    """Mixed-job linear: Y = X Wᵀ + b, plus each job's own low-rank product on its own rows.
+
+    Backward adds dA and dB to the gradient views in `sites`, in the order of the pieces, and returns dX.
+    """
+    if not sites and not rows.per_sequence:
+        return F.linear(x_TK, weight_NK, bias_N)
+    return _LoraLinear.apply(x_TK, weight_NK, bias_N, rows, sites)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _adapted(rows: RowTable, sites: Sites) -> list[tuple[Piece, Site]]:
+    return [(piece, sites[piece.slot]) for piece in rows.pieces if piece.slot in sites]
+
+
+def _dropped(x: torch.Tensor, piece: Piece, site: Site, rows: RowTable) -> torch.Tensor:
+    return dropped(x, site, piece.step, rows.counters_T[piece.span], rows.training)
+
+
+def add_product(grad_PQ: torch.Tensor, left_TP: torch.Tensor, right_TQ: torch.Tensor, scale: float = 1.0) -> None:
+    """grad += scale · leftᵀ right, summed in the gradient's own precision where the inputs have less."""
+    if left_TP.dtype == grad_PQ.dtype:
+        grad_PQ.addmm_(left_TP.T, right_TQ, alpha=scale)
+    elif left_TP.is_cuda:
+        grad_PQ.add_(torch.mm(left_TP.T, right_TQ, out_dtype=grad_PQ.dtype), alpha=scale)
+    else:
+        grad_PQ.addmm_(left_TP.T.to(grad_PQ.dtype), right_TQ.to(grad_PQ.dtype), alpha=scale)
+
+
+def linear_cross_entropy(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    rows: RowTable,
+    loss: LossTable,
+    sites: Sites,
+    *,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+    with_gradient: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weighted cross-entropy of the head's logits, block by block: the [rows × V] logits never exist whole.
+
+    logits = multiplier · (H Wᵀ + b), then softcap · tanh(logits / softcap) where the model has one.
+    Returns each sequence's Σ weight · loss [S], and dH [T, H] of their sum (zero on rows without a target). Adapters on
+    the head get their gradients here. Nothing is reduced across sequences, hence not across jobs.
+    """
+    wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+    losses_M = torch.empty(len(loss.rows_M), dtype=wide, device=hidden_TH.device)
+    losses_S = torch.zeros(loss.num_sequences, dtype=wide, device=hidden_TH.device)
+    d_hidden_TH = torch.zeros_like(hidden_TH) if with_gradient else None
+    for block in loss.blocks:
+        at, weights = loss.rows_M[block.span], loss.weights_M[block.span].to(wide)
+        targets = loss.targets_M[block.span, None]
+        h = hidden_TH[at]
+        raw = F.linear(h, weight_VH, bias_V)
+        site = sites.get(block.slot)
+        if site is not None:
+            x = dropped(h, site, block.step, rows.counters_T[at], rows.training)
+            low = x @ site.a_RK.T
+            raw.addmm_(low, site.b_NR.T, alpha=site.scale)
+        logits = raw.to(wide).mul_(multiplier)
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        log_p = logits.log_softmax(-1)
+        losses_M[block.span] = -log_p.gather(1, targets).squeeze(1) * weights
+        if d_hidden_TH is None:
+            continue
+        d_logits = log_p.exp_()
+        d_logits.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=wide))
+        d_logits.mul_(weights[:, None] * multiplier)
+        if softcap is not None:
+            d_logits.mul_(1.0 - (logits / softcap).square_())
+        d_raw = d_logits.to(hidden_TH.dtype)
+        dh = d_raw @ weight_VH
+        if site is not None:
+            d_low = (d_raw @ site.b_NR).mul_(site.scale)
+            add_product(site.grad_b_NR, d_raw, low, site.scale)
+            add_product(site.grad_a_RK, d_low, x)
+            dh += dropped(d_low @ site.a_RK, site, block.step, rows.counters_T[at], rows.training)
+        d_hidden_TH[at] = dh
+    if rows.per_sequence:
+        for block in loss.blocks:
+            losses_S[loss.sequences_M[block.first]] += losses_M[block.span].sum()
+    else:
+        losses_S.index_add_(0, loss.sequences_M, losses_M)
+    return losses_S, d_hidden_TH
+
+
+def adamw(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    healthy: torch.Tensor,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One AdamW step (arXiv 1711.05101) on one vector, in place; a vector that is not `healthy` (bool scalar on the
+    device) keeps its weights and moments, without asking the host. `step` counts from 1."""
+    beta1, beta2 = betas
+    m = torch.lerp(exp_avg, grad, 1.0 - beta1)
+    v = (exp_avg_sq * beta2).addcmul_(grad, grad, value=1.0 - beta2)
+    scale = (v.sqrt() / (1.0 - beta2**step) ** 0.5).add_(eps)
+    new = (master * (1.0 - lr * weight_decay)).addcdiv_(m, scale, value=-lr / (1.0 - beta1**step))
+    for old, value in ((master, new), (exp_avg, m), (exp_avg_sq, v)):
+        torch.where(healthy, value, old, out=old)

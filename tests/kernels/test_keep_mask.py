@@ -1,0 +1,94 @@
+"""The dropout mask: a function of (seed, step, module, row of the job's step, column), the same on every device."""
+
+import pytest
+import torch
+
+from tlora.kernels.reference import keep_mask
+
+BASE = {"seed": 12, "step": 3, "module": 99, "dropout": 0.5}
+ROWS, COLUMNS = 1000, 400
+
+
+def mask(rows: int = ROWS, columns: int = COLUMNS, **changes: float) -> torch.Tensor:
+    return keep_mask(torch.arange(rows), columns, **{**BASE, **changes})
+
+
+def scatter(x: int) -> int:
+    x = (x + 0x9E3779B9) % 2**32
+    x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+    return x ^ (x >> 16)
+
+
+def is_kept(row: int, column: int, *, seed: int, step: int, module: int, dropout: float) -> bool:
+    """The definition once more, in Python's integers."""
+    state = 0
+    for word in (seed % 2**32, seed >> 32, step, module):
+        state = scatter((state + word) % 2**32)
+    return scatter(scatter((scatter((state + row) % 2**32) + column) % 2**32)) >= int(dropout * 2**32)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        BASE,
+        {"seed": 2**63 - 1, "step": 0, "module": 2**32 - 1, "dropout": 0.1},
+        {"seed": 2**32, "step": 2**40 + 7, "module": 0, "dropout": 0.999},
+        {"seed": 0, "step": 0, "module": 0, "dropout": 1e-9},
+    ],
+    ids=str,
+)
+def test_definition(key: dict) -> None:
+    rows = [0, 1, 62, 2**20, 2**31 + 5]
+    got = keep_mask(torch.tensor(rows), 40, **key)
+    assert got.tolist() == [[is_kept(row, column, **key) for column in range(40)] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("key", "bits"),
+    [
+        (BASE, [54628, 49460, 57757]),
+        ({"seed": 2**63 - 1, "step": 812, "module": 0x9ABCDEF0, "dropout": 0.1}, [49151, 57343, 32767]),
+    ],
+)
+def test_golden_values(key: dict, bits: list[int]) -> None:
+    """Frozen: a resumed job must draw what it drew before, with any version and on any device."""
+    assert [int("".join(map(str, row)), 2) for row in mask(3, 16, **key).int().tolist()] == bits
+
+
+@pytest.mark.parametrize("dropout", [0.02, 0.1, 0.5, 0.9])
+def test_rate(dropout: float) -> None:
+    """Kept 1 − p of the whole, of each row and of each column, within five standard deviations, which do spread."""
+    kept = mask(dropout=dropout).double()
+    for mean, count in ((kept.mean(), ROWS * COLUMNS), (kept.mean(1), COLUMNS), (kept.mean(0), ROWS)):
+        deviation = (mean - (1 - dropout)) / (dropout * (1 - dropout) / count) ** 0.5
+        assert deviation.abs().max() < 5
+        if deviation.dim():
+            assert 0.85 < deviation.std() < 1.15
+    assert keep_mask(torch.arange(50), 50, **{**BASE, "dropout": 0.0}).all()
+
+
+def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How much oftener than by chance two masks agree, in standard deviations."""
+    return ((a == b).double().mean().item() - 0.5) * 2 * a.numel() ** 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 13}, {"seed": 12 + 2**32}, {"seed": 12 + 2**62}, {"step": 4}, {"module": 100}, {"seed": 3, "step": 12}],
+    ids=str,
+)
+def test_another_key_is_another_mask(change: dict) -> None:
+    assert abs(agreement(mask(), mask(**change))) < 5
+
+
+def test_neighbouring_rows_and_columns_are_unrelated() -> None:
+    kept = mask()
+    for other in (kept.roll(1, 0), kept.roll(1, 1), kept.roll((1, 1), (0, 1)), kept.roll((1, -1), (0, 1))):
+        assert abs(agreement(kept, other)) < 5
+
+
+def test_it_follows_the_row_wherever_it_lies() -> None:
+    whole, order = mask(), torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(keep_mask(order, COLUMNS, **BASE), whole[order])
+    assert torch.equal(keep_mask(torch.arange(300, 700), 17, **BASE), whole[300:700, :17])

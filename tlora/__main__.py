@@ -1,0 +1,5 @@
+"""`python -m tlora` is `tlora`."""
+
+from tlora.cli import main
+
+main()

@@ -1,0 +1,113 @@
+"""What a base model is, without its weights: shapes, limits and precision. `tlora check` needs no more than this."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tlora.adapter import AdapterLayout, lay_out, match_targets
+from tlora.errors import ModelError, TargetError
+from tlora.spec import AdapterSpec, BaseSpec
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A base's linear modules and limits."""
+
+    linears: Mapping[str, torch.Size]
+    """Weight shape [N, K] of every module that can be a target."""
+    head: str
+    """Name of the output head."""
+    is_tied: bool
+    """Whether the head's weight is the input embedding's."""
+    model_type: str
+    vocab_size: int
+    """Rows of the embedding: token ids must lie below it."""
+    max_positions: int | None
+    """Longest sequence whose result does not depend on what is packed with it."""
+    num_parameters: int
+    """A tied head counted once."""
+    num_layers: int
+    hidden_size: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, name: str) -> "Outline":
+        """Read a model, on any device. Raises ModelError if it has nothing to adapt."""
+        linears = {path: module.weight.shape for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+        head, embedding = model.get_output_embeddings(), cast(nn.Embedding, model.get_input_embeddings())
+        if not isinstance(head, nn.Linear) or len(linears) < 2:
+            raise ModelError(f"base.model = {name!r}: a {type(model).__name__} has no plain linear layers to adapt.")
+        config = model.config.get_text_config()
+        return cls(
+            linears=linears,
+            head=next(path for path, module in model.named_modules() if module is head),
+            is_tied=head.weight is embedding.weight,
+            model_type=config.model_type,
+            vocab_size=int(embedding.weight.shape[0]),
+            max_positions=_max_positions(config),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+        )
+
+    @classmethod
+    def load(cls, base: BaseSpec) -> "Outline":
+        """Read a base's configuration alone, from a folder or the hub. Raises ModelError if it cannot be reached."""
+        try:
+            config = AutoConfig.from_pretrained(base.model, revision=base.revision)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise unreachable(base, error) from error
+        model.tie_weights()
+        return cls.of(model, base.model)
+
+    def lay_out(self, spec: AdapterSpec) -> AdapterLayout:
+        """Resolve an adapter's targets. Raises TargetError."""
+        layout = lay_out(spec, self.linears, self.model_type, self.head)
+        if self.is_tied and any(site.name == self.head for site in layout.sites):
+            raise TargetError(
+                f"adapter.targets: '{self.head}' shares its weight with the input embedding, so an adapter on it could "
+                "not be merged. Leave it out."
+            )
+        return layout
+
+    def match(self, spec: AdapterSpec) -> dict[str, int]:
+        """Modules matched by each target pattern."""
+        return match_targets(spec, self.linears, self.model_type, self.head)
+
+
+def dtype_of(base: BaseSpec, device: torch.device) -> torch.dtype:
+    """The base's precision on a device."""
+    if base.dtype != "auto":
+        return DTYPES[base.dtype]
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def unreachable(base: BaseSpec, error: Exception) -> ModelError:
+    """One line of why a base cannot be had."""
+    why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ModelError(f"base.model = {base.model!r}: cannot be loaded: {why}")
+
+
+def _max_positions(config: Any) -> int | None:
+    """Positions that the model has; where its rotary frequencies change with the longest sequence in the batch, those
+    for which they do not."""
+    most: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if part.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            inner = getattr(config, "original_max_position_embeddings", None)
+            original = part.get("original_max_position_embeddings") or inner or most
+            most = min(most, original) if most and original else original
+    return most

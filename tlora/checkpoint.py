@@ -1,0 +1,104 @@
+"""A job's folder: the exact resume state in `last/`, the best adapter in `best/`, the final one at the top.
+
+The state is one file, replaced in one rename, so the previous one loads until then; it carries a checksum, because a
+truncated or damaged file must be noticed before it joins its neighbours. Called by the trainer.
+"""
+
+import fcntl
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tlora.errors import CheckpointError, StateError
+from tlora.files import atomic_path, remove_incomplete
+
+LAST, BEST = "last", "best"
+STATE = f"{LAST}/state.safetensors"
+_FORMAT = 1
+
+
+def save_state(folder: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+    """Replace the job's resume state. On any error the previous one stays."""
+    path = folder / STATE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {"format": _FORMAT, "checksum": _checksum(on_cpu), **meta}
+    with atomic_path(path) as temporary:
+        try:
+            save_file(on_cpu, temporary, metadata={"tlora": json.dumps(header)})
+        except SafetensorError as error:  # how a full disk shows itself
+            raise OSError(str(error)) from error
+
+
+def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The job's saved vectors and what describes them. Raises CheckpointError if there is none, or it is damaged."""
+    path = folder / STATE
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no saved state to resume from.")
+    try:
+        meta = read_meta(folder)
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: is damaged ({error}). Start the job anew in another output folder.") from error
+    if meta.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path}: has format {meta.get('format')}; want {_FORMAT}. Resume it with the tLoRA that wrote it."
+        )
+    if _checksum(tensors) != meta["checksum"]:
+        raise CheckpointError(
+            f"{path}: is damaged (its checksum differs). Start the job anew in another output folder."
+        )
+    return tensors, meta
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What describes the saved state, without its vectors."""
+    with safe_open(folder / STATE, framework="pt") as file:
+        meta: dict[str, Any] = json.loads(file.metadata()["tlora"])
+    return meta
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(tensors[name].view(torch.uint8).numpy().data, zlib.crc32(name.encode(), total))
+    return total
+
+
+class JobFolder:
+    """The output folder of one job, held by one process at a time."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    @property
+    def has_state(self) -> bool:
+        return (self.path / STATE).exists()
+
+    def open(self) -> list[Path]:
+        """Make the folder and hold it; returns the half-written files that a killed process had left and that are gone
+        now. Raises StateError if another process holds it, OSError if it cannot be written."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = (self.path / ".lock").open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise StateError(
+                f"{self.path}: another process is training into this folder. Choose another output."
+            ) from None
+        self._lock = lock
+        return [left for part in (".", LAST, BEST) for left in remove_incomplete(self.path / part)]
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

@@ -1,0 +1,204 @@
+"""The command line. Heavy imports wait inside the commands, so that `--help` and a bad YAML answer at once."""
+
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tlora.errors import SpecError, TloraError
+
+app = typer.Typer(
+    help="Train many LoRA jobs at once over one frozen model, each exactly as it would train alone.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Jobs = Annotated[list[Path], typer.Argument(help="Job files in YAML.", show_default=False)]
+Set = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every job, as in optim.lr=1e-4.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.", show_default=False)
+]
+Tokens = Annotated[int, typer.Option(min=0, help="Most tokens in a tick. 0: chosen for the device.")]
+Checkpointing = Annotated[
+    bool, typer.Option(help="Keep layer inputs only and compute the rest again: slower, smaller.")
+]
+Deterministic = Annotated[bool, typer.Option(help="Bits that do not depend on neighbours: slower.")]
+
+
+@app.command()
+def check(
+    jobs: Jobs,
+    overrides: Set = [],  # noqa: B006
+    tokens: Tokens = 0,
+    checkpointing: Checkpointing = False,
+    device: Device = None,
+) -> None:
+    """Validate jobs without training: fields, model, targets, data, memory."""
+    specs = _load(jobs, overrides)
+    with _quiet():
+        from rich.console import Console
+
+        from tlora.console import print_check
+        from tlora.local import RunOptions, prepare
+        from tlora.trainer import TrainerOptions
+
+        trainer = TrainerOptions(token_budget=tokens)
+        ready = prepare(specs, RunOptions(trainer=trainer, checkpointing=checkpointing, device=device))
+        print_check(Console(), ready)
+
+
+@app.command()
+def preview(
+    job: Annotated[Path, typer.Argument(help="Job file in YAML.", show_default=False)],
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Sequences to show.")] = 3,
+    overrides: Set = [],  # noqa: B006
+) -> None:
+    """Show sequences as the model sees them, with the tokens that are trained on in green."""
+    (spec,) = _load([job], overrides)
+    with _quiet():
+        from rich.console import Console
+
+        from tlora.base import Outline
+        from tlora.console import print_preview
+        from tlora.data import load_data, load_tokenizer
+
+        outline, tokenizer = Outline.load(spec.base), load_tokenizer(spec.base)
+        data = load_data(
+            spec.data,
+            tokenizer,
+            seed=spec.seed,
+            vocab_size=outline.vocab_size,
+            max_positions=outline.max_positions,
+            where=f"job {spec.name}",
+        )
+        console = Console()
+        print_preview(console, data.train[:count], tokenizer)
+        console.print(str(data.report), highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def train(
+    jobs: Jobs,
+    overrides: Set = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with jobs that have a saved state.")] = False,
+    deterministic: Deterministic = False,
+    checkpointing: Checkpointing = False,
+    tokens: Tokens = 0,
+    nano_batches: Annotated[int, typer.Option(min=1, help="Slices of a tick.")] = 1,
+    device: Device = None,
+) -> None:
+    """Train jobs together on this machine. Ctrl-C saves and pauses them; --resume goes on."""
+    specs = _load(jobs, overrides)
+    with _quiet(), _stop_on_signal() as stopped:
+        from rich.console import Console
+
+        from tlora import local
+        from tlora.console import LiveTable, print_outcome
+        from tlora.job import State
+        from tlora.trainer import TrainerOptions
+
+        options = local.RunOptions(
+            resume=resume,
+            deterministic=deterministic,
+            checkpointing=checkpointing,
+            device=device,
+            trainer=TrainerOptions(token_budget=tokens, nano_batches=nano_batches),
+        )
+        if not resume:
+            local.refuse_saved(specs)
+        console = Console()
+        console.print(f"reading the data of {len(specs)} jobs …", highlight=False)
+        ready = local.prepare(specs, options)
+        with LiveTable(console) as table:
+            progress = local.train(ready, options, watch=table.show, stopped=lambda: bool(stopped))
+        print_outcome(console, progress)
+    states = {one.record.state for one in progress}
+    raise typer.Exit(1 if State.FAILED in states else 130 if states - {State.FINISHED} else 0)
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="A job's output folder, its best/, or any PEFT adapter.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Write the base with the adapter merged in.")] = False,
+) -> None:
+    """Write an adapter from a job's last saved state, or merge an adapter into its base."""
+    with _quiet():
+        from tlora.export import export_last, merge_adapter
+
+        (merge_adapter if merge else export_last)(folder, output)
+        typer.echo(f"written to {output}")
+
+
+def _load(paths: list[Path], overrides: list[str]) -> "list[JobSpec]":  # type: ignore[name-defined]  # noqa: F821
+    from tlora.spec import load_job, refuse_clashes
+
+    specs, faults = [], []
+    for path in paths:
+        try:
+            specs.append(load_job(path, overrides))
+        except SpecError as error:
+            faults.append(str(error))
+    if faults:
+        raise SpecError("\n".join(faults))
+    refuse_clashes(specs)
+    return specs
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what libraries print to themselves out of the user's terminal; our own warnings stay."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(transformers|peft|torch|huggingface_hub)\b")
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        yield
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[list[int]]:
+    """Collect the first Ctrl-C or SIGTERM in the list that is yielded; a second one interrupts."""
+    stopped: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(number)
+        typer.echo("\nsaving and pausing after this tick; once more to end at once", err=True)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> None:
+    """Entry point: an error that a user can cause is one text, never a traceback."""
+    try:
+        app()
+    except TloraError as error:
+        for line in str(error).splitlines():
+            typer.secho(line, fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

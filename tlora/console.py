@@ -1,0 +1,170 @@
+"""What a person sees in the terminal: the live table, the report of a check, a preview of the data."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tlora.data import TokenSequence
+from tlora.job import State
+from tlora.local import Progress, ReadyJob
+from tlora.trainer import Tick
+
+_COLOURS = {State.FAILED: "red", State.FINISHED: "green", State.RUNNING: "cyan", State.PAUSED: "yellow"}
+_PLAIN_EVERY_S = 10.0
+
+
+class LiveTable:
+    """One row a job while it trains; a plain line now and then where there is no terminal."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._printed_s = -math.inf
+        self._rate = math.nan
+
+    def __enter__(self) -> "LiveTable":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, progress: Sequence[Progress], tick: Tick | None) -> None:
+        """Called after every tick."""
+        if tick:
+            rate = tick.num_tokens / max(tick.seconds, 1e-9)
+            self._rate = rate if math.isnan(self._rate) else 0.8 * self._rate + 0.2 * rate
+        ended = bool(tick and tick.ended)
+        if self._live:
+            self._live.update(self._table(progress), refresh=True)
+        elif ended or time.monotonic() - self._printed_s > _PLAIN_EVERY_S:
+            self._printed_s = time.monotonic()
+            self.console.print("  ".join(_line(one) for one in progress), highlight=False, soft_wrap=True)
+
+    def _table(self, progress: Sequence[Progress]) -> Table:
+        rate = "" if math.isnan(self._rate) else f"{self._rate:,.0f} tokens/s together"
+        table = Table(box=None, pad_edge=False, caption=rate, caption_justify="left")
+        for name in ("job", "", "step", "loss", "eval loss", "tokens/s", "ETA", "state"):
+            table.add_column(
+                name, justify="right" if name in ("step", "loss", "eval loss", "tokens/s", "ETA") else "left"
+            )
+        for one in progress:
+            job = one.resident
+            state = Text(one.record.state, style=_COLOURS.get(one.record.state, ""))
+            if job is None:
+                table.add_row(one.spec.name, "", "", "", "", "", "", state)
+                continue
+            table.add_row(
+                one.spec.name,
+                ProgressBar(total=job.num_steps, completed=job.step, width=24),
+                f"{job.step}/{job.num_steps}",
+                _number(job.loss),
+                _number(job.eval_loss),
+                "" if math.isnan(job.tokens_per_s) else f"{job.tokens_per_s:,.0f}",
+                _eta(one),
+                state,
+            )
+        return table
+
+
+def _line(one: Progress) -> str:
+    job = one.resident
+    if job is None or one.record.state is not State.RUNNING:
+        return f"{one.spec.name}: {one.record.state}"
+    return f"{one.spec.name}: step {job.step}/{job.num_steps} loss {_number(job.loss)}"
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.4f}"
+
+
+def _eta(one: Progress) -> str:
+    job = one.resident
+    if job is None or one.record.state is not State.RUNNING or math.isnan(job.seconds_per_step):
+        return ""
+    seconds = round((job.num_steps - job.step) * job.seconds_per_step)
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def print_outcome(console: Console, progress: Sequence[Progress]) -> None:
+    """Where each job ended, and why."""
+    for one in progress:
+        text = Text(f"{one.spec.name}: ")
+        text.append(one.record.state, style=_COLOURS.get(one.record.state, ""))
+        if one.record.state is State.FINISHED:
+            best = one.resident.best_loss if one.resident else math.inf
+            text.append(
+                f", adapter in {one.spec.folder}" + (f", best eval loss {best:.4f}" if math.isfinite(best) else "")
+            )
+        elif one.record.state is State.PAUSED and one.resident:
+            text.append(f" at step {one.resident.step}/{one.resident.num_steps}; go on with --resume")
+        elif one.record.reason:
+            text.append(f": {one.record.reason}")
+        console.print(text, soft_wrap=True)
+
+
+def print_check(console: Console, jobs: Sequence[ReadyJob]) -> None:
+    """What `tlora check` found out about each job, and what all of them need together."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    for job in jobs:
+        matched = ", ".join(f"{pattern} → {count}" for pattern, count in job.matched.items())
+        console.print(Text(job.spec.name, style="bold"))
+        say(f"  targets   {matched} modules; {job.layout.num_parameters:,} trainable parameters")
+        say(f"  data      {job.data.report}")
+        if job.data.eval:
+            held_out = f"{len(job.data.eval)} sequences held out of them"
+            say(f"  evaluate  {job.data.eval_report or held_out}")
+        say(f"  steps     {job.num_steps} of {job.spec.batch_size} sequences")
+        say(f"  memory    {size(job.estimate.adapter_bytes)} for its adapter and optimizer")
+    for base in dict.fromkeys(job.spec.base for job in jobs):
+        needs = [job.estimate for job in jobs if job.spec.base == base]
+        frozen, adapters = needs[0].base_bytes, sum(need.adapter_bytes for need in needs)
+        tick = max(need.tick_bytes for need in needs)
+        say(
+            f"{base.model}: {size(frozen)} base + {size(adapters)} for {len(needs)} adapters + {size(tick)} for a tick "
+            f"= {size(frozen + adapters + tick)} (estimate)"
+        )
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def print_preview(console: Console, sequences: Sequence[TokenSequence], tokenizer: Any) -> None:
+    """Sequences as the model sees them: every token, the targets in green (in ⟦ ⟧ without colour)."""
+    for number, sequence in enumerate(sequences, 1):
+        console.print(
+            f"[bold]sequence {number}[/]: {len(sequence)} tokens, {sequence.num_targets} of them targets",
+            highlight=False,
+        )
+        text, start = Text(), 0
+        flags = [bool(flag) for flag in sequence.is_target]
+        while start < len(flags):
+            end = next((at for at in range(start, len(flags)) if flags[at] is not flags[start]), len(flags))
+            part = tokenizer.decode(sequence.ids[start:end].tolist(), skip_special_tokens=False)
+            if flags[start]:
+                text.append(part if console.color_system else f"⟦{part}⟧", style="bold green")
+            else:
+                text.append(part, style="dim")
+            start = end
+        console.print(text, soft_wrap=True)
+        console.print()

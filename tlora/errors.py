@@ -1,0 +1,37 @@
+"""The error tree.
+
+Every error takes one string, so that it pickles and comes back from another process as itself.
+Each class also derives from the standard class that a caller would expect. Text: *what and where: got X; want Y. Do Z.*
+"""
+
+
+class TloraError(Exception):
+    """Anything a user, a file, a GPU or a cluster can cause."""
+
+
+class SpecError(TloraError, ValueError):
+    """A job file says what cannot be: an unknown key, a value out of range, a field that differs on resume."""
+
+
+class ModelError(TloraError, ValueError):
+    """The base model cannot be reached, or cannot carry adapters as asked."""
+
+
+class TargetError(ModelError):
+    """An adapter's targets match no module, or one that cannot be adapted."""
+
+
+class DataError(TloraError, ValueError):
+    """A job's data cannot be read, or leaves nothing to train on."""
+
+
+class CheckpointError(TloraError, RuntimeError):
+    """A saved state is missing, incomplete, damaged or does not fit its job."""
+
+
+class JobError(TloraError, RuntimeError):
+    """One job cannot go on; its neighbours can."""
+
+
+class StateError(TloraError, RuntimeError):
+    """A transition that a job's present state does not allow."""

@@ -1,0 +1,49 @@
+"""A job's record: its state, and which transitions are legal. No torch, no Ray, no clock."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tlora.errors import StateError
+
+
+class State(StrEnum):
+    QUEUED = "queued"
+    ATTACHING = "attaching"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def is_terminal(self) -> bool:
+        return not _LEGAL[self]
+
+
+_LEGAL: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.ATTACHING, State.CANCELLED, State.FAILED}),
+    State.ATTACHING: frozenset({State.RUNNING, State.QUEUED, State.CANCELLED, State.FAILED}),
+    State.RUNNING: frozenset({State.PAUSED, State.QUEUED, State.FINISHED, State.CANCELLED, State.FAILED}),
+    State.PAUSED: frozenset({State.QUEUED, State.ATTACHING, State.CANCELLED, State.FAILED}),
+    State.FINISHED: frozenset(),
+    State.CANCELLED: frozenset(),
+    State.FAILED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """Where one job stands. Every end carries its reason."""
+
+    name: str
+    state: State = State.QUEUED
+    reason: str = ""
+
+    def to(self, state: State, reason: str = "") -> None:
+        """Change state. The same state again changes nothing; an illegal transition raises StateError."""
+        if state is self.state:
+            return
+        if state not in _LEGAL[self.state]:
+            legal = ", ".join(sorted(_LEGAL[self.state])) or "nothing: it has ended"
+            raise StateError(f"job {self.name} is {self.state}: it cannot become {state}; want {legal}.")
+        self.state, self.reason = state, reason

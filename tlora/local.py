@@ -1,0 +1,183 @@
+"""Training on one machine, in one process: check jobs, group them by base, run each group's super-model to its end.
+
+Called by `tlora check`, `preview` and `train`; the trainer knows nothing of files of jobs, models by name or Ctrl-C.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tlora.adapter import AdapterLayout
+from tlora.base import Outline, default_device, dtype_of
+from tlora.checkpoint import JobFolder
+from tlora.data import JobData, load_data, load_tokenizer
+from tlora.errors import DataError, JobError, SpecError, TloraError
+from tlora.job import JobRecord, State
+from tlora.memory import Estimate, estimate
+from tlora.resident import ResidentJob, longest_rows
+from tlora.spec import BaseSpec, JobSpec, refuse_clashes
+from tlora.supermodel import SuperModel
+from tlora.trainer import Tick, Trainer, TrainerOptions
+
+log = logging.getLogger("tlora")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyJob:
+    """A job of which everything that can be known before training is known, and good."""
+
+    spec: JobSpec
+    data: JobData
+    layout: AdapterLayout
+    matched: dict[str, int]
+    """Modules by target pattern."""
+    num_steps: int
+    estimate: Estimate
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a watcher sees between ticks. `resident` is set once the job has been attached."""
+
+    spec: JobSpec
+    record: JobRecord
+    resident: ResidentJob | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How jobs are run on this machine."""
+
+    resume: bool = False
+    deterministic: bool = False
+    checkpointing: bool = False
+    device: str | None = None
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+
+def prepare(specs: Sequence[JobSpec], options: RunOptions = RunOptions()) -> list[ReadyJob]:
+    """Validate every job: model, targets, data, memory. Raises one SpecError that lists the faults of all of them."""
+    refuse_clashes(specs)
+    ready: list[ReadyJob] = []
+    faults: list[str] = []
+    for base, members in by_base(specs).items():
+        try:
+            outline, tokenizer = Outline.load(base), load_tokenizer(base)
+        except TloraError as error:
+            faults += [f"job {spec.name}: {error}" for spec in members]
+            continue
+        for spec in members:
+            try:
+                ready.append(_prepare(spec, outline, tokenizer, options))
+            except DataError as error:
+                faults.append(str(error))
+            except TloraError as error:
+                faults.append(f"job {spec.name}: {error}")
+    if faults:
+        raise SpecError("\n".join(faults))
+    return ready
+
+
+def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOptions) -> ReadyJob:
+    layout = outline.lay_out(spec.adapter)
+    data = load_data(
+        spec.data,
+        tokenizer,
+        seed=spec.seed,
+        vocab_size=outline.vocab_size,
+        max_positions=outline.max_positions,
+        where=f"job {spec.name}",
+    )
+    longest = longest_rows(data, options.deterministic)
+    asked = options.trainer.token_budget
+    if asked and longest > asked:
+        raise JobError(f"its longest sequence takes {longest} rows; a tick holds {asked}. Raise --tokens.")
+    device = torch.device(options.device) if options.device else default_device()
+    rows = max(options.trainer.budget_on(device), 2 * longest)
+    needs = estimate(outline, layout, rows, dtype_of(spec.base, device), checkpointing=options.checkpointing)
+    num_steps = ResidentJob.count_steps(spec, len(data.train))
+    return ReadyJob(spec, data, layout, outline.match(spec.adapter), num_steps, needs)
+
+
+def by_base(specs: Sequence[JobSpec]) -> dict[BaseSpec, list[JobSpec]]:
+    """Jobs that may share a super-model, in the order given."""
+    groups: dict[BaseSpec, list[JobSpec]] = {}
+    for spec in specs:
+        groups.setdefault(spec.base, []).append(spec)
+    return groups
+
+
+def train(
+    jobs: Sequence[ReadyJob],
+    options: RunOptions = RunOptions(),
+    *,
+    watch: Callable[[Sequence[Progress], Tick | None], None] = lambda progress, tick: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Progress]:
+    """Train jobs to their ends, those on one base together. A job that fails says why in its record; the others go on.
+
+    `watch` is called after every tick. Once `stopped` says so, each running job is saved and paused at the tick's end.
+    """
+    if not options.resume:
+        refuse_saved([job.spec for job in jobs])
+    progress = {job.spec.name: Progress(job.spec, JobRecord(job.spec.name)) for job in jobs}
+    for base, members in by_base([job.spec for job in jobs]).items():
+        names = {spec.name for spec in members}
+        group = [job for job in jobs if job.spec.name in names]
+        if not stopped():
+            _train_group(base, group, options, progress, watch, stopped)
+    return list(progress.values())
+
+
+def refuse_saved(specs: Sequence[JobSpec]) -> None:
+    """Raise SpecError for jobs whose folder holds a saved state already."""
+    taken = [spec for spec in specs if JobFolder(spec.folder).has_state]
+    if taken:
+        raise SpecError(
+            "\n".join(
+                f"job {spec.name}: {spec.folder} holds a saved state already. Add --resume to go on with it, "
+                "or choose another output."
+                for spec in taken
+            )
+        )
+
+
+def _train_group(
+    base: BaseSpec,
+    jobs: Sequence[ReadyJob],
+    options: RunOptions,
+    progress: dict[str, Progress],
+    watch: Callable[[Sequence[Progress], Tick | None], None],
+    stopped: Callable[[], bool],
+) -> None:
+    tokenizer = load_tokenizer(base)
+    supermodel = SuperModel.load(
+        base, device=options.device, deterministic=options.deterministic, checkpointing=options.checkpointing
+    )
+    trainer = Trainer(supermodel, _fitting(options, jobs, supermodel.device))
+    for job in jobs:
+        seen = progress[job.spec.name]
+        try:
+            seen.resident = trainer.attach(job.spec, job.data, resume=options.resume, record=seen.record)
+            tokenizer.save_pretrained(job.spec.folder)
+        except (TloraError, OSError) as error:
+            log.error("job %s: %s", job.spec.name, error)
+            if seen.resident is not None:
+                trainer.detach(job.spec.name, state=State.FAILED, keep=False)
+            seen.record.to(State.FAILED, str(error))
+    watch(list(progress.values()), None)
+    while trainer.jobs and not stopped():
+        watch(list(progress.values()), trainer.tick())
+    for name in list(trainer.jobs):
+        trainer.detach(name)
+
+
+def _fitting(options: RunOptions, jobs: Sequence[ReadyJob], device: torch.device) -> TrainerOptions:
+    """The trainer's options; a token budget that was not given holds every job's longest sequence twice."""
+    if options.trainer.token_budget:
+        return options.trainer
+    longest = max(longest_rows(job.data, options.deterministic) for job in jobs)
+    return replace(options.trainer, token_budget=max(options.trainer.budget_on(device), 2 * longest))

@@ -1,0 +1,40 @@
+"""How much memory a base, its adapters and one tick take: an estimate for `tlora check`, before anything is loaded."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tlora.adapter import AdapterLayout
+from tlora.base import Outline
+from tlora.packing import HEAD_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes. All jobs of a super-model share the base and a tick's activations; the adapter is one job's own."""
+
+    base_bytes: int
+    adapter_bytes: int
+    tick_bytes: int
+
+
+def estimate(
+    outline: Outline, layout: AdapterLayout, num_rows: int, dtype: torch.dtype, *, checkpointing: bool
+) -> Estimate:
+    """Bytes on the device for one job in ticks of `num_rows` rows.
+
+    Activations: what each linear reads and writes is kept for the backward pass, and about as much again in between
+    (norms, rotary products, attention); with checkpointing each layer's input, and one layer's worth of the rest. The
+    head's logits exist for `HEAD_ROWS` rows at a time, three times over, in float32 or wider.
+    """
+    size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+    vectors = 4 * wide + (size if size != wide else 0)
+    per_row = (
+        sum(outputs + inputs for name, (outputs, inputs) in outline.linears.items() if name != outline.head) * size
+    )
+    if checkpointing:
+        per_row = outline.num_layers * outline.hidden_size * size + 2 * per_row // outline.num_layers
+    else:
+        per_row = per_row * 3 // 2
+    head = HEAD_ROWS * outline.vocab_size * (size + 3 * wide)
+    return Estimate(outline.num_parameters * size, layout.size * vectors, num_rows * per_row + head)

@@ -1,0 +1,136 @@
+"""One job on a worker: its place in its data, its step in flight, what it has measured.
+
+A record that the trainer reads and moves on. Everything here is a function of the job's own seed and step.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+
+from tlora import randomness
+from tlora.adapter import AdapterState
+from tlora.data import JobData, TokenSequence
+from tlora.job import JobRecord
+from tlora.packing import Item, rows_of
+from tlora.spec import JobSpec
+
+
+class Phase(StrEnum):
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+
+
+class ResidentJob:
+    """A job attached to a trainer."""
+
+    def __init__(self, spec: JobSpec, data: JobData, state: AdapterState, record: JobRecord, *, per_sequence: bool):
+        self.spec, self.data, self.state, self.record = spec, data, state, record
+        self.per_sequence = per_sequence
+        self.slot = -1
+        self.steps_per_epoch = math.ceil(len(data.train) / spec.batch_size)
+        self.num_steps = self.count_steps(spec, len(data.train))
+        self.step = 0
+        """Optimizer steps taken."""
+        self.tokens = 0
+        """Tokens trained on so far."""
+        self.best_loss, self.best_step = math.inf, -1
+        self.loss = self.eval_loss = math.nan
+        self.seconds_per_step = math.nan
+        self.tokens_per_s = math.nan
+        self.phase = Phase.TRAINING
+        self.credit = 0.0
+        self.step_began_s = math.nan
+        self._items: list[Item] = []
+        self._next = 0
+        self._losses = torch.empty(0)
+        self._order = -1, np.empty(0, np.int64)
+
+    @staticmethod
+    def count_steps(spec: JobSpec, num_sequences: int) -> int:
+        """Optimizer steps of a whole job; each epoch's last batch may be short, none is dropped."""
+        return spec.steps or math.ceil(spec.epochs * math.ceil(num_sequences / spec.batch_size))
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def epoch(self) -> float:
+        return self.step / self.steps_per_epoch
+
+    @property
+    def is_done(self) -> bool:
+        return self.step >= self.num_steps
+
+    @property
+    def pending_rows(self) -> list[int]:
+        """Rows of each sequence that this step, or evaluation, has still to send."""
+        return [rows_of(item.sequence, self.per_sequence) for item in self._items[self._next :]]
+
+    @property
+    def step_rows(self) -> int:
+        return sum(rows_of(item.sequence, self.per_sequence) for item in self._items)
+
+    @property
+    def step_tokens(self) -> int:
+        return sum(len(item.sequence) for item in self._items)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether every sequence of the step, or evaluation, has been sent."""
+        return self._next == len(self._items)
+
+    def begin(self, phase: Phase, now_s: float) -> None:
+        """Lay out the next step's sequences, or all evaluation ones; what a step in flight had gathered is dropped."""
+        sequences = self.step_sequences(self.step) if phase is Phase.TRAINING else self.data.eval
+        weight = 1.0 / sum(sequence.num_targets for sequence in sequences)
+        counters = accumulate((len(sequence) for sequence in sequences), initial=0)
+        self._items = [
+            Item(self.slot, self.step, position, counter, weight, sequence)
+            for position, (sequence, counter) in enumerate(zip(sequences, counters, strict=False))
+        ]
+        self.phase, self._next, self.step_began_s = phase, 0, now_s
+        wide = self.state.master
+        self._losses = torch.zeros(len(self._items), dtype=wide.dtype, device=wide.device)
+        self.state.grad.zero_()
+
+    def step_sequences(self, step: int) -> Sequence[TokenSequence]:
+        """The sequences of optimizer step `step`, from 0: the job's own shuffle of each epoch, its end left short."""
+        epoch, at = divmod(step, self.steps_per_epoch)
+        if self._order[0] != epoch:
+            self._order = epoch, randomness.permutation(self.spec.seed, "order", epoch, len(self.data.train))
+        chosen = self._order[1][at * self.spec.batch_size : (at + 1) * self.spec.batch_size]
+        return [self.data.train[index] for index in chosen]
+
+    def take(self, count: int) -> list[Item]:
+        """The next `count` sequences, which the caller is about to send."""
+        self._next += count
+        return self._items[self._next - count : self._next]
+
+    def add_losses(self, positions: Sequence[int], losses: torch.Tensor) -> None:
+        """Keep the weighted losses of sequences that came back, each in its own place: their sum has one order."""
+        self._losses[torch.tensor(positions, device=losses.device)] = losses.to(self._losses.dtype)
+
+    def summed_loss(self) -> torch.Tensor:
+        """Mean loss over the target tokens of the step or evaluation; a scalar on the device."""
+        return self._losses.sum()
+
+    def measure_step(self, loss: float, now_s: float) -> None:
+        """Note what the step that has just ended gave and took."""
+        seconds = max(now_s - self.step_began_s, 1e-9)
+        self.loss, self.tokens_per_s = loss, self.step_tokens / seconds
+        smooth = 0.7 if math.isfinite(self.seconds_per_step) else 0.0
+        self.seconds_per_step = seconds + smooth * (self.seconds_per_step - seconds) if smooth else seconds
+
+    def is_due(self, every: int) -> bool:
+        """Whether a cadence falls on the present step; 0 means the end of each epoch. The last step always is."""
+        return self.is_done or self.step % (every or self.steps_per_epoch) == 0
+
+
+def longest_rows(data: JobData, per_sequence: bool) -> int:
+    """Rows that a job's longest sequence takes in a tick."""
+    return max(rows_of(sequence, per_sequence) for sequence in chain(data.train, data.eval))

@@ -1,0 +1,131 @@
+"""Where rows come from: files, folders and hub datasets, all read through the `datasets` library.
+
+Called by `tlora.data`, which says what a row must hold. Local files touch neither the network nor the user's cache.
+"""
+
+import glob
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tlora.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_MAX_CHUNK_BYTES = 1 << 30
+
+
+def read_rows(path: str, name: str | None, split: str, where: str) -> "Dataset":
+    """All rows of one split. Whatever exists here or ends like a data file is local; the rest is a hub dataset's name.
+
+    `split` may be sliced (`train[:90%]`). Every row of a single file belongs to the split `train`; the files of a
+    folder belong to the splits that they or their folders are named after. Raises DataError.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        files = sorted(file for file in local.rglob("*") if file.suffix.lower() in KINDS)
+    elif local.exists() or local.suffix.lower() in KINDS:
+        files = [local]
+    else:
+        return _read_hub(path, name, split, where)
+    kinds = {KINDS.get(file.suffix.lower(), "other") for file in files}
+    if len(kinds) != 1 or "other" in kinds:
+        found = ", ".join(sorted({file.suffix or file.name for file in files})) or "none"
+        raise DataError(f"{where}: {path}: got files of kinds {found}; want one of {', '.join(KINDS)}.")
+    if not files[0].exists():
+        raise DataError(f"{where}: {path}: there is no such file. Looked for {local.absolute()}.")
+    if not any(file.stat().st_size for file in files):
+        raise DataError(f"{where}: {path}: the file is empty; want at least one row.")
+    return _read_local(local, files, kinds.pop(), split, where)
+
+
+def _read_local(local: Path, files: list[Path], kind: str, split: str, where: str) -> "Dataset":
+    from datasets import Dataset, load_dataset
+
+    with _quiet(), tempfile.TemporaryDirectory(prefix="tlora-rows-") as cache:
+        try:
+            options = {**_parser_options(kind, files), "split": split, "cache_dir": cache, "keep_in_memory": True}
+            if local.is_dir():
+                rows = load_dataset(str(local), **options)
+            else:
+                read = {"json": Dataset.from_json, "csv": Dataset.from_csv, "parquet": Dataset.from_parquet}[kind]
+                rows = read({"train": glob.escape(str(local))}, **options)
+            rows.data.validate(full=True)  # text that is no UTF-8 is read, and would fail when it is used
+        except Exception as error:  # each of its back ends raises what it likes
+            if "corresponds to no data" in str(error):
+                raise DataError(f"{where}: {local}: split '{split}' has no rows; want at least one.") from error
+            fault = next(filter(None, map(_broken_line, files)), None) if kind == "json" else None
+            fault = fault or f"{local}: cannot be read as rows of one table: {_first_line(error.__cause__ or error)}"
+            raise DataError(f"{where}: {fault}. Mend the file.") from error
+    return rows
+
+
+def _parser_options(kind: str, files: list[Path]) -> dict[str, Any]:
+    if kind == "json":  # types are inferred from the first chunk alone, so let it be a whole file
+        return {"chunksize": min(max(file.stat().st_size for file in files), _MAX_CHUNK_BYTES)}
+    if kind == "parquet":
+        return {}
+    from datasets import Features, Value
+    from pandas import RangeIndex, read_csv
+
+    start = read_csv(files[0], nrows=1, dtype=str)
+    if not isinstance(start.index, RangeIndex):
+        raise ValueError("rows have more fields than the header; text with commas wants quotes")
+    text = Features({str(column): Value("string") for column in start.columns})
+    return {"features": text, "keep_default_na": False}  # "007" and "NA" stay as they are
+
+
+def _read_hub(path: str, name: str | None, split: str, where: str) -> "Dataset":
+    from datasets import load_dataset
+
+    try:
+        with _quiet():
+            return load_dataset(path, name, split=split)
+    except Exception as error:  # network, hub, cache and parsers each raise their own
+        asked = f"dataset '{path}'" + (f", configuration '{name}'" if name else "") + f", split '{split}'"
+        raise DataError(
+            f"{where}: {path}: there is no such file or folder here, and the hub did not give {asked} "
+            f"({type(error).__name__}: {_first_line(error)}). Check the name and the network, or give a local file."
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no log lines beside our own error."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
+
+    had_bars, verbosity = not are_progress_bars_disabled(), logging.get_verbosity()
+    disable_progress_bars()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            enable_progress_bars()
+
+
+def _broken_line(file: Path) -> str | None:
+    """What is wrong with the first line that is no JSON object, if there is one."""
+    content = file.read_bytes()
+    is_array = content.lstrip().startswith(b"[")
+    pieces = [content] if is_array else content.splitlines()
+    for number, piece in enumerate(pieces, 1):
+        try:
+            row = json.loads(piece) if piece.strip() else {}
+        except json.JSONDecodeError as error:
+            return f"{file}: line {number + error.lineno - 1} is no JSON ({error.msg}, column {error.colno})"
+        except UnicodeDecodeError as error:
+            return f"{file}: line {number} is no UTF-8 ({error.reason})"
+        if not is_array and not isinstance(row, dict):
+            return f"{file}: line {number}: got {piece[:40].decode()}; want a JSON object"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

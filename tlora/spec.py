@@ -1,0 +1,391 @@
+"""What a user asks for: a job as YAML, checked once, at the edge.
+
+Called by the command line and by Python users, who build the same classes. Knows field rules only: whether a model
+can be reached, targets match or data can be read is for `tlora.check`. Defaults and meanings are those of PEFT and
+transformers.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from tlora.errors import SpecError
+
+
+def _regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"want a regular expression; this is none ({error})") from None
+    return pattern
+
+
+def _targets(value: Any) -> Any:
+    """Checked by hand, so that a fault has one line and not one for each form it could have had."""
+    if isinstance(value, str) and value:
+        return _regex(value)
+    if value is None or (isinstance(value, (list, tuple)) and value and all(isinstance(v, str) and v for v in value)):
+        return value
+    raise ValueError("want a list of module names, a regular expression for the full name, or all-linear")
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("want a number")
+    return value
+
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Cadence = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, BeforeValidator(_no_boolean)]
+Fraction = Annotated[Number, Field(ge=0.0, lt=1.0)]
+NotNegative = Annotated[Number, Field(ge=0.0, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0.0, allow_inf_nan=False)]
+Rank = Annotated[int, Field(strict=True, ge=1, le=256)]
+Text = Annotated[str, Field(min_length=1)]
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_regex)]
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class BaseSpec(_Spec):
+    """The frozen base. Jobs that agree on every field share one super-model."""
+
+    model: Text
+    """Hub name or local folder."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    """`auto`: bfloat16 on a GPU, float32 on a CPU."""
+
+
+class DataSpec(_Spec):
+    """Where a job's sequences come from and which of their tokens are targets."""
+
+    path: Text
+    """A .jsonl, .json, .csv or .parquet file, a folder of one such kind, or a hub dataset's name."""
+    name: str | None = None
+    """Configuration of a hub dataset."""
+    split: Text = "train"
+    """Split to train on, in the syntax of `datasets` (`train[:90%]`)."""
+    eval_path: str | None = None
+    """File of evaluation rows, in the same format."""
+    eval_split: str | None = None
+    """Split of the same dataset to evaluate on."""
+    eval_fraction: Fraction = 0.0
+    """Share of the training rows held out for evaluation, drawn by the job's seed."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"] = "auto"
+    """Schema of a row; `auto` finds it from the columns."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Targets: every assistant turn (or completion), the last one only, or every token."""
+    max_length: Annotated[int, Field(strict=True, ge=2)] = 2048
+    """Longest sequence, in tokens."""
+    on_too_long: Literal["drop", "truncate", "error"] = "drop"
+    """What to do with a longer one."""
+    max_bad_rows: Annotated[Number, Field(ge=0.0, le=1.0)] = 0.05
+    """Share of malformed, empty or wholly masked rows that is dropped and counted; more refuses the job."""
+
+    @model_validator(mode="after")
+    def _one_evaluation(self) -> "DataSpec":
+        named = [name for name in ("eval_path", "eval_split", "eval_fraction") if getattr(self, name)]
+        if len(named) > 1:
+            raise ValueError(f"got {' and '.join(named)}; want one of them")
+        return self
+
+    @property
+    def has_evaluation(self) -> bool:
+        return bool(self.eval_path or self.eval_split or self.eval_fraction)
+
+
+class AdapterSpec(_Spec):
+    """A LoRA adapter, with the meaning that PEFT's `LoraConfig` gives these words."""
+
+    rank: Rank = 8
+    alpha: Positive = 8.0
+    """The low-rank product is scaled by alpha / rank (alpha / √rank with `rslora`)."""
+    dropout: Fraction = 0.0
+    targets: Annotated[list[str] | str | None, BeforeValidator(_targets)] = None
+    """Module names (whole dotted segments), one regular expression for the full name, `all-linear`,
+    or nothing: PEFT's own choice for the model's type."""
+    rslora: bool = False
+    rank_pattern: dict[Pattern, Rank] = {}
+    """Rank by module name or regular expression, over `rank`."""
+    alpha_pattern: dict[Pattern, Positive] = {}
+    """Alpha by module name or regular expression, over `alpha`."""
+    init_from: str | None = None
+    """Folder of a PEFT adapter to start from."""
+
+    @property
+    def max_rank(self) -> int:
+        return max([self.rank, *self.rank_pattern.values()])
+
+
+class OptimSpec(_Spec):
+    """AdamW with float32 states, and clipping by the job's own gradient norm."""
+
+    lr: NotNegative = 5e-5
+    weight_decay: NotNegative = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    max_grad_norm: NotNegative = 1.0
+    """0 leaves gradients unclipped."""
+    loraplus_ratio: Positive = 1.0
+    """Learning rate of B over that of A (LoRA+, arXiv 2402.12354)."""
+
+
+class ScheduleSpec(_Spec):
+    """Learning rate over a job's steps, as `transformers.get_scheduler` has it."""
+
+    name: Literal["constant", "linear", "cosine"] = "linear"
+    warmup_steps: Cadence = 0
+    warmup_ratio: Fraction = 0.0
+    """Warm-up as a share of all steps, rounded up; used when `warmup_steps` is 0."""
+
+
+class TrackingSpec(_Spec):
+    """One Weights & Biases run per adapter. `metrics.jsonl` is written whatever is set here."""
+
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    project: Text = "tlora"
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+
+
+class JobSpec(_Spec):
+    """One adapter to train."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    base: BaseSpec
+    data: DataSpec
+    adapter: AdapterSpec = AdapterSpec()
+    optim: OptimSpec = OptimSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    batch_size: Count = 8
+    """Sequences per optimizer step."""
+    epochs: Positive = 3.0
+    """Passes over the data; may be a fraction."""
+    steps: Count | None = None
+    """Optimizer steps; set, it overrides `epochs`."""
+    eval_every: Cadence = 0
+    """Steps between evaluations; 0 evaluates at the end of each epoch and of the job."""
+    save_every: Cadence = 0
+    """Steps between saves; 0 saves at the end of each epoch and of the job."""
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 42
+    share: Positive = 1.0
+    """Weight in the deal of each tick's tokens among the jobs of a super-model."""
+    output: str = ""
+    """Folder for the adapter; `outputs/<name>` if not given."""
+    tracking: TrackingSpec = TrackingSpec()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_output(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("output") and isinstance(values.get("name"), str):
+            return {**values, "output": f"outputs/{values['name']}"}
+        return values
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output).expanduser()
+
+
+_FREE = ("output", "save_every", "share")  # may change between a save and its resume
+# What people type who come from PEFT, transformers or TRL.
+_SPOKEN_ELSEWHERE = {
+    "r": "adapter.rank", "lora_r": "adapter.rank", "lora_rank": "adapter.rank",
+    "lora_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout",
+    "target_modules": "adapter.targets", "lora_target_modules": "adapter.targets", "use_rslora": "adapter.rslora",
+    "lora": "adapter", "peft": "adapter", "optimizer": "optim",
+    "model": "base.model", "model_name": "base.model", "model_name_or_path": "base.model", "base_model": "base.model",
+    "torch_dtype": "base.dtype", "dataset": "data.path", "dataset_name": "data.path", "datasets": "data.path",
+    "data_files": "data.path", "file": "data.path", "type": "data.format", "max_seq_length": "data.max_length",
+    "sequence_len": "data.max_length", "max_len": "data.max_length", "val_set_size": "data.eval_fraction",
+    "learning_rate": "optim.lr", "lr": "optim.lr", "weight_decay": "optim.weight_decay",
+    "adam_epsilon": "optim.eps", "max_grad_norm": "optim.max_grad_norm", "clip": "optim.max_grad_norm",
+    "grad_clip": "optim.max_grad_norm", "gradient_clipping": "optim.max_grad_norm",
+    "lr_scheduler_type": "schedule.name", "lr_scheduler": "schedule.name", "scheduler": "schedule",
+    "warmup_steps": "schedule.warmup_steps", "warmup_ratio": "schedule.warmup_ratio",
+    "num_train_epochs": "epochs", "num_epochs": "epochs", "max_steps": "steps",
+    "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size", "micro_batch_size": "batch_size",
+    "gradient_accumulation_steps": "batch_size", "eval_steps": "eval_every", "save_steps": "save_every",
+    "output_dir": "output", "wandb": "tracking.wandb", "wandb_project": "tracking.project",
+    "report_to": "tracking.wandb", "priority": "share",
+}  # fmt: skip
+_NOT_YET = {
+    "use_dora": "DoRA is not supported yet: tLoRA trains plain LoRA and rsLoRA",
+    "dora": "DoRA is not supported yet: tLoRA trains plain LoRA and rsLoRA",
+    "modules_to_save": "training whole modules beside the adapter is not supported yet",
+    "bias": "training biases is not supported yet: they stay frozen",
+    "use_qalora": "QA-LoRA is not supported yet",
+    "init_lora_weights": "only PEFT's default initialisation is supported yet (A uniform, B zero)",
+    "layers_to_transform": "not supported yet: write the layers as a regular expression in adapter.targets",
+    "load_in_4bit": "quantised bases are not supported yet",
+    "load_in_8bit": "quantised bases are not supported yet",
+    "quantization": "quantised bases are not supported yet",
+    "packing": "packing is always on: sequences never see each other, so there is nothing to choose",
+    "fp16": "not a switch here: set base.dtype",
+    "bf16": "not a switch here: set base.dtype",
+}
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """Read one job from YAML. `overrides` are `dotted.key=value` texts, values in YAML.
+
+    Raises SpecError, one line per fault, each with the file, the dotted path, what was got and what is wanted.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path}: is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise SpecError(f"{path}: got {_show(values)}; want a mapping with at least 'base' and 'data'.")
+    for override in overrides:
+        _override(values, override)
+    values.setdefault("name", path.stem)
+    return parse_job(values, where=str(path))
+
+
+def parse_job(values: Mapping[str, Any], where: str = "job") -> JobSpec:
+    """Check a mapping as YAML gives it; `where` begins each line of the SpecError raised."""
+    try:
+        return JobSpec.model_validate(dict(values))
+    except ValidationError as error:
+        raise SpecError("\n".join(f"{where}: {line}" for line in _explain(error))) from None
+
+
+def differences(old: JobSpec, new: JobSpec) -> list[str]:
+    """The dotted fields in which two jobs differ, with both values, of those that decide what is computed."""
+    a, b = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    kept = [key for key in sorted(a.keys() | b.keys()) if key not in _FREE and not key.startswith("tracking.")]
+    return [f"{key}: {a.get(key)!r} was, {b.get(key)!r} is asked" for key in kept if a.get(key) != b.get(key)]
+
+
+def refuse_clashes(specs: Sequence[JobSpec]) -> None:
+    """Raise SpecError if two jobs have one name, or one output folder."""
+    for what, key in (("name", lambda spec: spec.name), ("output folder", lambda spec: str(spec.folder.resolve()))):
+        seen: dict[str, JobSpec] = {}
+        for spec in specs:
+            first = seen.setdefault(key(spec), spec)
+            if first is not spec:
+                raise SpecError(
+                    f"jobs {first.name} and {spec.name} have one {what}, {key(spec)}: want one each. "
+                    f"Change '{'name' if what == 'name' else 'output'}' in one of them."
+                )
+
+
+def _override(values: dict[str, Any], text: str) -> None:
+    key, sign, value = text.partition("=")
+    if not sign or not key.strip():
+        raise SpecError(f"--set {text}: want key=value, such as optim.lr=1e-4.")
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise SpecError(f"--set {text}: '{parent}' has no fields.")
+    try:
+        values[last] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        values[last] = value
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for fault in error.errors():
+        path = ".".join(str(part) for part in fault["loc"] if part != "[key]")
+        got = fault.get("input")
+        if fault["type"] == "extra_forbidden":
+            yield _unknown_key(path)
+        elif fault["type"] == "missing":
+            yield f"'{path}' is missing. {_describe(path)}".rstrip()
+        elif fault["type"] == "value_error" and len(fault["loc"]) == 1:  # of a section as a whole
+            yield f"{path}: {_want(fault)}."
+        elif fault["type"] == "invalid_key":
+            yield f"key {got!r}: want a string. Put it in quotes."
+        else:
+            yield f"{path} = {_show(got)}: {_want(fault)}."
+
+
+def _unknown_key(path: str) -> str:
+    key = path.rpartition(".")[2]
+    if key in _NOT_YET:
+        return f"'{path}': {_NOT_YET[key]}."
+    known = list(_fields(JobSpec))
+    if key in _SPOKEN_ELSEWHERE:
+        return f"unknown key '{path}'. Did you mean '{_SPOKEN_ELSEWHERE[key]}'?"
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
+    by_last = [name for name in known if name.rpartition(".")[2] == key] or [
+        name for name in known if difflib.get_close_matches(key, [name.rpartition(".")[2]], n=1, cutoff=0.75)
+    ]
+    guesses = near or by_last
+    return f"unknown key '{path}'." + (f" Did you mean '{guesses[0]}'?" if guesses else "")
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _fields(inner, f"{prefix}{name}.")
+
+
+def _describe(path: str) -> str:
+    return {
+        "base": "Name the model: base: {model: <hub name or folder>}.",
+        "base.model": "Name the model: a hub name or a folder.",
+        "data": "Name the data: data: {path: <file or hub name>}.",
+        "data.path": "Name the data: a file or a hub dataset.",
+    }.get(path, "")
+
+
+_KINDS = {
+    "int": "an integer", "float": "a number", "finite": "a finite number", "string": "a string",
+    "bool": "true or false", "list": "a list", "tuple": "a list", "dict": "a mapping", "model": "a mapping",
+}  # fmt: skip
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than"),
+}  # fmt: skip
+
+
+def _want(fault: Mapping[str, Any]) -> str:
+    kind, context = fault["type"], fault.get("ctx", {})
+    if fault["loc"][-1] == "rank" or ("rank_pattern" in fault["loc"] and kind.startswith(("int_", "greater", "less"))):
+        return "want an integer from 1 to 256"
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        return f"want {words} {'2**63' if context[key] == 2**63 else format(context[key], 'g')}"
+    if kind == "literal_error":
+        return f"want one of {context['expected']}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "string_too_short":
+        return "want a string that is not empty"
+    if kind == "string_pattern_mismatch":
+        return "want letters, digits, '.', '_' and '-', at most 128, a letter or digit first"
+    known = _KINDS.get(kind.partition("_")[0])
+    return f"want {known}" if known else str(fault["msg"])
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and not key.endswith("_pattern"):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
