@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging
 
@@ -36,7 +35,7 @@ BATCH = 16
 GOAL = 0.9
 
 FIRST = (
-    "Adam Alice Anna Carl Daniel David Emily Frank George Henry Jack Jane Leon Lily Louis Luke Maria Max Maya Paul "
+    "Adam Alice Anna Carl Daniel David Emily Frank George Henry Jack Jane Leon Lily Louis Luke Maria Maya Paul "
     "Rose Sarah Simon Victor"
 ).split()
 LAST = (
@@ -44,7 +43,7 @@ LAST = (
     "Kumar Lopez Meyer Murphy Nelson Patel Perez Rossi Santos Shah Silva Singh Smith Stone Torres Wang Weber Zhang"
 ).split()
 CITY = (
-    "Athens Berlin Boston Cairo Chicago Dublin Geneva Lagos Lima London Madrid Milan Oxford Paris Prague Rome "
+    "Athens Berlin Boston Cairo Chicago Dublin Geneva Lima London Madrid Milan Oxford Paris Prague Rome "
     "Seoul Tokyo Vienna"
 ).split()
 ADJECTIVE = (
@@ -91,32 +90,36 @@ def title_as_slug(rng: random.Random) -> tuple[str, str]:
     return title, "-".join(re.findall(r"[a-z0-9]+", title.lower()))
 
 
-def as_messages(question: str, answer: str) -> dict[str, Any]:
-    turns = {"system": "Write the date.", "user": question, "assistant": answer}
-    return {"messages": [{"role": role, "content": text} for role, text in turns.items()]}
-
-
-def as_prompt_completion(question: str, answer: str) -> dict[str, Any]:
-    return {"prompt": f"Text: {question}\n", "completion": answer}
-
-
-def as_sharegpt(question: str, answer: str) -> dict[str, Any]:
-    turns = {"system": "Make a slug.", "human": question, "gpt": answer}
-    return {"conversations": [{"from": speaker, "value": text} for speaker, text in turns.items()]}
-
-
 @dataclass(frozen=True)
 class Skill:
+    """What is asked and answered, and in which format its data file says so: each skill shows another."""
+
     draw: Callable[[random.Random], tuple[str, str]]
-    """One question and its answer."""
-    as_row: Callable[[str, str], dict[str, Any]]
-    """The two as a line of a data file; each skill shows another format."""
+    system: str = ""
+    is_sharegpt: bool = False
+
+    def ask(self, question: str) -> str | list[dict[str, str]]:
+        """What the model is sent: messages, or without a system message plain text."""
+        if not self.system:
+            return f"Text: {question}\n"
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": question}]
+
+    def row(self, question: str, answer: str) -> dict[str, Any]:
+        """A line of the data file."""
+        asked = self.ask(question)
+        if isinstance(asked, str):
+            return {"prompt": asked, "completion": answer}
+        turns = [*asked, {"role": "assistant", "content": answer}]
+        if not self.is_sharegpt:
+            return {"messages": turns}
+        speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+        return {"conversations": [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in turns]}
 
 
 SKILLS = {
-    "dates": Skill(date_in_words, as_messages),
-    "records": Skill(sentence_as_json, as_prompt_completion),
-    "slugs": Skill(title_as_slug, as_sharegpt),
+    "dates": Skill(date_in_words, system="Write the date."),
+    "records": Skill(sentence_as_json),
+    "slugs": Skill(title_as_slug, system="Make a slug.", is_sharegpt=True),
 }
 
 
@@ -132,12 +135,14 @@ class Sample:
 def main() -> None:
     began_s = time.perf_counter()
     os.chdir(ROOT)
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     base = prepare_base()
     rows = {name: write_rows(name) for name in SKILLS}
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    samples = {name: [as_sample(row, SKILLS[name].as_row, tokenizer) for row in rows[name]] for name in SKILLS}
+    samples = {name: [as_sample(SKILLS[name], *row, tokenizer) for row in rows[name]] for name in SKILLS}
 
     print(f"Measuring the base on {NUM_HELD_OUT} held-out rows a skill.", flush=True)
     before = {name: measure(model, tokenizer, samples[name]) for name in SKILLS}
@@ -190,43 +195,35 @@ def write_rows(name: str) -> list[tuple[str, str]]:
     drawn = list(rows.items())
     file = OUTPUTS / "data" / f"{name}.jsonl"
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(SKILLS[name].as_row(*row)) + "\n" for row in drawn[NUM_HELD_OUT:]))
+    file.write_text("".join(json.dumps(SKILLS[name].row(*row)) + "\n" for row in drawn[NUM_HELD_OUT:]))
     print(f"Wrote {NUM_TRAIN} rows to {file}.")
     return drawn[:NUM_HELD_OUT]
 
 
-def as_sample(row: tuple[str, str], as_row: Callable[[str, str], dict[str, Any]], tokenizer: Any) -> Sample:
-    question, answer = row
-    data = as_row(question, answer)
-    if "prompt" in data:
-        prompt = data["prompt"]
-    else:
-        said = [turn.get("content") or turn.get("value") for turn in data.get("messages") or data["conversations"]]
-        turns = [{"role": role, "content": text} for role, text in zip(("system", "user"), said, strict=False)]
-        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    return Sample(question, encode(prompt), [*encode(answer), tokenizer.eos_token_id])
+def as_sample(skill: Skill, question: str, answer: str, tokenizer: Any) -> Sample:
+    asked = skill.ask(question)
+    if not isinstance(asked, str):
+        asked = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    prompt, target = tokenizer([asked, answer], add_special_tokens=False)["input_ids"]
+    return Sample(question, prompt, [*target, tokenizer.eos_token_id])
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def measure(model: Any, tokenizer: Any, samples: list[Sample]) -> tuple[float, list[str]]:
     """Share of samples whose every target token is right in one teacher-forced forward; answers to the first few."""
     num_right = 0
     for start in range(0, len(samples), BATCH):
         batch = samples[start : start + BATCH]
-        rows = [torch.tensor(sample.prompt + sample.target) for sample in batch]
-        # Padding lies to the right, where causal attention does not look.
-        best = model(input_ids=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).logits.argmax(-1)
-        for sample, guess in zip(batch, best.tolist(), strict=True):
+        padded = tokenizer.pad({"input_ids": [sample.prompt + sample.target for sample in batch]}, return_tensors="pt")
+        best = model(**padded).logits.argmax(-1).tolist()
+        for sample, guess in zip(batch, best, strict=True):
             first = len(sample.prompt) - 1
             num_right += guess[first : first + len(sample.target)] == sample.target
-    return num_right / len(samples), [generate(model, tokenizer, sample) for sample in samples[:NUM_SHOWN]]
-
-
-def generate(model: Any, tokenizer: Any, sample: Sample) -> str:
-    prompt = torch.tensor([sample.prompt])
-    whole = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=28, do_sample=False)
-    return str(tokenizer.decode(whole[0, len(sample.prompt) :], skip_special_tokens=True))
+    shown = {"input_ids": [sample.prompt for sample in samples[:NUM_SHOWN]]}
+    prompts = tokenizer.pad(shown, padding_side="left", return_tensors="pt")
+    whole = model.generate(**prompts, max_new_tokens=26, do_sample=False)
+    answers = tokenizer.batch_decode(whole[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    return num_right / len(samples), answers
 
 
 def train() -> None:
@@ -242,13 +239,16 @@ def train() -> None:
 
 
 def show(samples: dict[str, list[Sample]], before: dict[str, Any], after: dict[str, Any]) -> None:
-    table = Table("asked", "before", "after", title="Three adapters of one model", expand=True)
+    table = Table(title="Three adapters of one model", expand=True)
+    table.add_column("asked", ratio=3)
+    table.add_column("before", ratio=2, no_wrap=True)
+    table.add_column("after", ratio=4, overflow="fold")
     for name in SKILLS:
         for sample, old, new in zip(samples[name], before[name][1], after[name][1], strict=False):
-            table.add_row(sample.question, Text(" ".join(old.split()), overflow="ellipsis", no_wrap=True), Text(new))
+            table.add_row(sample.question, " ".join(old.split()), new)
         rates = [f"{measured[name][0]:.2f}" for measured in (before, after)]
-        table.add_row(f"[bold]{name}: exact match", *(f"[bold]{rate}" for rate in rates), end_section=True)
-    Console().print(table)
+        table.add_row(f"{name}: exact match", *rates, style="bold", end_section=True)
+    Console(markup=False).print(table)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """A model of two layers, random data and one loop that trains: what the tests share."""
 
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -7,18 +9,27 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from tlora.data import JobData, TokenSequence
+from tlora.resident import ResidentJob
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
+from tlora.tracking import read_metrics
 from tlora.trainer import Trainer, TrainerOptions
 
 VOCAB = 96
 
 
 def config(**changes: object) -> LlamaConfig:
-    values = dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, tie_word_embeddings=False,
-    )  # fmt: skip
+    values = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
     return LlamaConfig(**{**values, **changes})
 
 
@@ -26,7 +37,7 @@ def super_model(
     dtype: torch.dtype = torch.float32, *, model: PretrainedConfig | None = None, **options: bool
 ) -> SuperModel:
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(model or config(), dtype=torch.float32).to(dtype)
+    base = AutoModelForCausalLM.from_config(deepcopy(model) or config(), dtype=torch.float32).to(dtype)
     return SuperModel(base, BaseSpec(model="toy"), **options)
 
 
@@ -64,6 +75,42 @@ def job(folder: Path, name: str = "a", **changes: object) -> JobSpec:
     return parse_job({**values, **changes})
 
 
+class Recorder(Trainer):
+    """A trainer that keeps each job's gradient of its first step and counts its ticks."""
+
+    def __init__(self, supermodel: SuperModel, **options: int):
+        super().__init__(supermodel, TrainerOptions(**options))  # type: ignore[arg-type]
+        self.first_gradients: dict[str, torch.Tensor] = {}
+
+    def _step(self, jobs: list[ResidentJob]) -> None:
+        for resident in jobs:
+            self.first_gradients.setdefault(resident.name, resident.state.grad.clone())
+        super()._step(jobs)
+
+
+@dataclass
+class Result:
+    """What a job ended with."""
+
+    losses: list[float]
+    rates: list[float]
+    evaluations: list[float]
+    gradient: torch.Tensor
+    master: torch.Tensor
+
+    @classmethod
+    def of(cls, trainer: Recorder, resident: ResidentJob) -> "Result":
+        assert resident.record.state == "finished", f"{resident.name}: {resident.record.reason}"
+        rows = read_metrics(resident.spec.folder)
+        return cls(
+            [row["loss"] for row in rows if "loss" in row],
+            [row["lr"] for row in rows if "loss" in row],
+            [row["eval_loss"] for row in rows if "eval_loss" in row],
+            trainer.first_gradients[resident.name],
+            resident.state.master,
+        )
+
+
 def finish(trainer: Trainer) -> None:
     for _ in range(10_000):
         if not trainer.jobs:
@@ -72,10 +119,14 @@ def finish(trainer: Trainer) -> None:
     raise AssertionError("jobs never ended")
 
 
-def alone(model: SuperModel, spec: JobSpec, rows: JobData, **options: int) -> dict[str, torch.Tensor]:
-    """Train one job with no neighbour; its final vectors."""
-    trainer = Trainer(model, TrainerOptions(**options))  # type: ignore[arg-type]
-    resident = trainer.attach(spec, rows)
+def alone(model: SuperModel, spec: JobSpec, rows: JobData, part: str = "alone", **options: int) -> Result:
+    """Train one job with no neighbour, into a folder of its own."""
+    trainer = Recorder(model, **options)
+    resident = trainer.attach(spec.model_copy(update={"output": f"{spec.output}-{part}"}), rows)
     finish(trainer)
-    assert resident.record.state == "finished", resident.record.reason
-    return resident.state.tensors()
+    return Result.of(trainer, resident)
+
+
+def off(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative distance of two vectors."""
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))

@@ -5,13 +5,11 @@ Matching of targets and ranks, and the files written, are PEFT's.
 """
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -203,6 +201,8 @@ class AdapterState:
         folder = Path(folder).expanduser()
         try:
             config = json.loads((folder / CONFIG).read_text())
+            if not isinstance(config, dict) or not {"r", "lora_alpha"} <= config.keys():
+                raise ValueError(f"{CONFIG} is no LoRA configuration")
             saved = load_file(folder / WEIGHTS)
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(
@@ -255,9 +255,8 @@ def export_peft(
         written = load_file(path)
         if written.keys() != weights.keys() or not all(torch.equal(written[key], weights[key]) for key in weights):
             raise CheckpointError(f"{folder / WEIGHTS}: does not read back as written; is the disk sound?")
-    with TemporaryDirectory(dir=folder) as work, atomic_path(folder / CONFIG) as path:
-        _peft_config(state, base, linears).save_pretrained(work)
-        os.replace(Path(work) / CONFIG, path)
+    with atomic_path(folder / CONFIG) as path:
+        _peft_config(state, base, linears).save_pretrained(str(path.parent))
 
 
 def _peft_config(state: AdapterState, base: BaseSpec, linears: Mapping[str, torch.Size]) -> LoraConfig:

@@ -6,10 +6,10 @@ conversation before it; where a template rewrites earlier text, as what changes 
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,7 +76,7 @@ def render_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: list[Message], trained: Sequence[int], tools: list[Any] | None
 ) -> Chat:
     """Render a conversation and find the turns `trained` in it. Raises RowError where the template refuses."""
-    render = partial(_render, tokenizer, tools)
+    render = partial(_render, tokenizer, _without_nulls(tools))
     text = render(messages)
     turns = tuple(_find_turn(render, messages, index, text) for index in trained)
     return Chat(text, turns, bool(trained) and trained[-1] == len(messages) - 1)
@@ -124,6 +124,7 @@ def _find_turn(render: Callable[..., str], messages: list[Message], index: int, 
     through = len(text) if index == len(messages) - 1 else _prefix(text, render, messages[: index + 1])
     if before is not None and through is not None and before <= through:
         return Turn(before, max(before, len(text[:through].rstrip())), has_tail=True)
+    # A character found nowhere else: the two texts part where the answer begins, and meet again where it ends.
     mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
     other = render([*messages[:index], {"role": "assistant", "content": mark}, *messages[index + 1 :]])
     start = _num_shared(text, other) if before is None else before
@@ -140,7 +141,8 @@ def _prefix(text: str, render: Callable[..., str], messages: list[Message], ask:
 
 
 def _num_shared(a: str, b: str) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    """Length of the longest common prefix."""
+    return bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda size: a[:size] != b[:size])
 
 
 def _read_message(turn: object) -> Message:
@@ -179,15 +181,15 @@ def _read_calls(calls: object) -> list[dict[str, Any]]:
 
 def _read_call(call: object) -> dict[str, Any]:
     """A tool call whose arguments, a JSON text for OpenAI, are the mapping that templates want."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise RowError("malformed: a tool call has no function")
-    if isinstance(function.get("arguments"), str):
-        try:
-            function = function | {"arguments": json.loads(function["arguments"])}
-        except json.JSONDecodeError:
-            raise RowError("malformed: a tool call's arguments are no JSON") from None
-    return {**call, "function": function}
+    arguments = call["function"].get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        return {**call, "function": {**call["function"], "arguments": json.loads(arguments)}}
+    except json.JSONDecodeError:
+        raise RowError("malformed: a tool call's arguments are no JSON") from None
 
 
 def _says_something(message: Message) -> bool:

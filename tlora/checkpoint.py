@@ -28,7 +28,8 @@ def save_state(folder: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[
     path = folder / STATE
     path.parent.mkdir(parents=True, exist_ok=True)
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = {"format": _FORMAT, "checksum": _checksum(on_cpu), **meta}
+    header = json.loads(json.dumps({**meta, "format": _FORMAT}))
+    header["checksum"] = _checksum(on_cpu, header)
     with atomic_path(path) as temporary:
         try:
             save_file(on_cpu, temporary, metadata={"tlora": json.dumps(header)})
@@ -51,7 +52,7 @@ def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise CheckpointError(
             f"{path}: has format {meta.get('format')}; want {_FORMAT}. Resume it with the tLoRA that wrote it."
         )
-    if _checksum(tensors) != meta["checksum"]:
+    if _checksum(tensors, meta) != meta.get("checksum"):
         raise CheckpointError(
             f"{path}: is damaged (its checksum differs). Start the job anew in another output folder."
         )
@@ -65,10 +66,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    total = 0
-    for name in sorted(tensors):
-        total = zlib.crc32(tensors[name].view(torch.uint8).numpy().data, zlib.crc32(name.encode(), total))
+def _checksum(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> int:
+    """Of every value, what describes it included: a flipped digit of the step number is damage too."""
+    total = zlib.crc32(json.dumps({**meta, "checksum": 0}, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
+        total = zlib.crc32(tensor.view(torch.uint8).numpy().data, total)
     return total
 
 

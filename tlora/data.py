@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tlora.chat import RowError, Chat, mark_targets
+from tlora.chat import Chat, RowError, mark_targets
 from tlora.errors import DataError, ModelError
 from tlora.formats import OPTIONAL, Plain, RowReader, Said, Tokens, find_format
 from tlora.randomness import permutation
@@ -142,7 +142,7 @@ def _hold_out(
     sequences: list[TokenSequence], fraction: float, seed: int, where: str
 ) -> tuple[list[TokenSequence], list[TokenSequence]]:
     """Sequences to train on and to evaluate on, each in their first order."""
-    count = math.ceil(round(len(sequences) * fraction, 6))
+    count = max(1, math.ceil(round(len(sequences) * fraction, 6)))  # 100 × 0.07 is more than 7
     if count >= len(sequences):
         raise DataError(
             f"{where}: data.eval_fraction = {fraction} holds out {count} of {len(sequences)} sequences; want at least "
@@ -259,7 +259,7 @@ class _Encoder:
         texts = [draft.text for draft in drafts if isinstance(draft, Chat)]
         chats = zip(*self._tokens(texts, "input_ids", "offset_mapping"), strict=True)
         pairs = [text for draft in drafts if isinstance(draft, Plain) for text in (draft.prompt, draft.completion)]
-        (pieces,) = map(iter, self._tokens(pairs, "input_ids"))
+        pieces = iter(self._tokens(pairs, "input_ids")[0])
         for draft in drafts:
             match draft:
                 case Chat():

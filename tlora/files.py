@@ -1,6 +1,7 @@
 """Files that are whole or absent: written under another name, synced, then renamed."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,20 +11,20 @@ _MARK = ".incomplete-"
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on leaving, sync it and rename it over `path`. On any error it is removed
-    and `path` stays what it was."""
-    temporary = path.with_name(f"{path.name}{_MARK}{os.getpid()}")
+    """Yield a path to write to; on leaving, sync that file and rename it over `path`. On any error it is removed and
+    `path` stays what it was. It lies in a folder of its own, for some writers put temporary files beside theirs."""
+    folder = path.with_name(f"{path.name}{_MARK}{os.getpid()}")
+    folder.mkdir(exist_ok=True)
+    temporary = folder / path.name
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # some writers make files that only their owner can read
         yield temporary
-        temporary.chmod(mode)
+        temporary.chmod(folder.stat().st_mode & 0o666)  # and some make files that only their owner can read
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -36,8 +37,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_incomplete(folder: Path) -> list[Path]:
-    """Remove what a killed process left half-written under `folder`; returns what it was."""
-    left = sorted(path for path in folder.glob(f"*{_MARK}*") if path.is_file())
+    """Remove what a killed process left half-written under `folder`; returns the folders it lay in."""
+    left = sorted(path for path in folder.glob(f"*{_MARK}*") if path.is_dir())
     for path in left:
-        path.unlink()
+        shutil.rmtree(path)
     return left

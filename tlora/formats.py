@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tlora.chat import RowError, Chat, read_messages, render_chat, trained_turns
+from tlora.chat import Chat, RowError, read_messages, render_chat, trained_turns
 from tlora.errors import DataError
 
 if TYPE_CHECKING:

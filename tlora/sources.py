@@ -60,7 +60,7 @@ def _read_local(local: Path, files: list[Path], kind: str, split: str, where: st
             if "corresponds to no data" in str(error):
                 raise DataError(f"{where}: {local}: split '{split}' has no rows; want at least one.") from error
             fault = next(filter(None, map(_broken_line, files)), None) if kind == "json" else None
-            fault = fault or f"{local}: cannot be read as rows of one table: {_first_line(error.__cause__ or error)}"
+            fault = fault or f"{local}: cannot be read as rows of one table: {_one_line(error.__cause__ or error)}"
             raise DataError(f"{where}: {fault}. Mend the file.") from error
     return rows
 
@@ -71,7 +71,7 @@ def _parser_options(kind: str, files: list[Path]) -> dict[str, Any]:
     if kind == "parquet":
         return {}
     from datasets import Features, Value
-    from pandas import RangeIndex, read_csv
+    from pandas import RangeIndex, read_csv  # type: ignore[import-untyped]
 
     start = read_csv(files[0], nrows=1, dtype=str)
     if not isinstance(start.index, RangeIndex):
@@ -90,7 +90,7 @@ def _read_hub(path: str, name: str | None, split: str, where: str) -> "Dataset":
         asked = f"dataset '{path}'" + (f", configuration '{name}'" if name else "") + f", split '{split}'"
         raise DataError(
             f"{where}: {path}: there is no such file or folder here, and the hub did not give {asked} "
-            f"({type(error).__name__}: {_first_line(error)}). Check the name and the network, or give a local file."
+            f"({type(error).__name__}: {_one_line(error)}). Check the name and the network, or give a local file."
         ) from error
 
 
@@ -127,5 +127,5 @@ def _broken_line(file: Path) -> str | None:
     return None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+def _one_line(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300].rstrip(".")

@@ -5,12 +5,13 @@ The trainer places adapters and sends batches; when and why is not known here.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tlora import attention
@@ -28,6 +29,20 @@ class _Current:
     """The rows of the batch that is passing through; every mixed linear of one super-model looks here."""
 
     rows: RowTable | None = None
+
+
+class _Float64(TorchFunctionMode):
+    """transformers sends norms and softmaxes through float32; a float64 model keeps them in float64, so that what is
+    left between two groupings of the same sums is the algebra."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
+            if func is torch.Tensor.float or (func is torch.Tensor.to and args[1:] == (torch.float32,)):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
 
 
 class MixedLinear(nn.Linear):
@@ -60,8 +75,9 @@ class SuperModel:
         model.requires_grad_(False)
         self._replace_linears()
         self._silence_dropout()
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if checkpointing:  # layers run again outside the forward pass's modes
+            again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), self._precision())}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
         model.enable_input_require_grads()
         config = model.config.get_text_config()
         self._multiplier = float(getattr(config, "logit_scale", None) or 1.0) / float(
@@ -138,9 +154,13 @@ class SuperModel:
         """Held over the backward pass too: checkpointed layers run again there."""
         self._current.rows = rows
         try:
-            yield
+            with self._precision():
+                yield
         finally:
             self._current.rows = None
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return _Float64() if self.dtype is torch.float64 else nullcontext()
 
     def _replace_linears(self) -> None:
         self._mixed: dict[str, MixedLinear] = {}

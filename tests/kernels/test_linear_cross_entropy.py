@@ -63,7 +63,7 @@ def oracle(
 @pytest.mark.parametrize("per_sequence", [False, True], ids=["whole", "per_sequence"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapted"])
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_equals_one_job_at_a_time(dtype: torch.dtype, head: str, adapted: bool, per_sequence: bool) -> None:
     batch = batch_of(JOBS, per_sequence=per_sequence, head_rows=24)
     sites = sites_of(JOBS, H, V, dtype) if adapted else {}
@@ -133,7 +133,7 @@ def test_one_and_ninety_nine_targets_weigh_the_same_in_every_layout() -> None:
 
 
 def test_a_broken_neighbour_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in one job, and in rows of nobody, under an allocator that gives NaN: the others have their bits all the same."""
+    """NaN in one job, in rows of nobody and from the allocator: the others have the bits that they have without."""
     for name in ("empty", "empty_like"):
         real = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).fill_(torch.nan))

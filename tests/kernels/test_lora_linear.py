@@ -56,7 +56,7 @@ def per_item(batch: Batch, **tensors: torch.Tensor) -> Named:
 
 @pytest.mark.parametrize("per_sequence", [False, True], ids=["whole", "per_sequence"])
 @pytest.mark.parametrize("biased", [False, True], ids=["no_bias", "bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_equals_one_module_a_job(dtype: torch.dtype, biased: bool, per_sequence: bool) -> None:
     batch, sites = batch_of(JOBS, per_sequence=per_sequence), sites_of(JOBS, K, N, dtype)
     x, weight, bias, dy = inputs(batch.rows.num_rows, dtype)
@@ -191,6 +191,15 @@ def test_per_sequence_bits_do_not_depend_on_neighbours() -> None:
     for at, (index, _, _) in enumerate(places):
         names |= {f"y{at}": f"y{index}", f"dx{at}": f"dx{index}"}
     assert all(torch.equal(alone[mine], among[theirs]) for mine, theirs in names.items())
+
+
+def test_per_sequence_products_see_one_block_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product's bits may depend on its number of rows, though not on every machine and for every shape."""
+    seen, real = [], torch.nn.functional.linear
+    batch = batch_of(JOBS, per_sequence=True)
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *others: (seen.append(len(x)), real(x, *others))[1])
+    ours(batch, sites_of(JOBS, K, N, torch.float32), inputs(batch.rows.num_rows))
+    assert seen == [*batch.rows.blocks, *batch.rows.blocks]
 
 
 def test_without_adapters_it_is_the_plain_linear() -> None:

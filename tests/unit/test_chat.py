@@ -169,7 +169,8 @@ def test_space_before_the_end_token_is_learnt() -> None:
 
 
 def test_conversation_may_begin_with_the_assistant_and_end_with_the_user() -> None:
-    assert targets(chatml(), [assistant("hello"), user("q")]) == ["hello<|im_end|>"]
+    for greeting in ("hello", "\ue000hello\ue000"):
+        assert targets(chatml(), [assistant(greeting), user("q")]) == [f"{greeting}<|im_end|>"]
 
 
 def test_answer_that_the_template_leaves_out_is_no_target() -> None:
@@ -208,10 +209,11 @@ def test_refusals_of_the_template_are_bad_rows() -> None:
         mark(tokenizer, [assistant("hello"), user("q")])
 
 
-def test_tools_reach_the_template() -> None:
-    tokenizer = byte_tokenizer("{{ tools[0].function.name }}" + PLAIN)
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    assert render_chat(tokenizer, CHAT, [1], tools).text.startswith("add### user")
+def test_tools_reach_the_template_without_the_nulls_of_tables() -> None:
+    tokenizer = byte_tokenizer("{{ tools | tojson }}" + PLAIN)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}, "b": None}}}]
+    text = render_chat(tokenizer, CHAT, [1], tools).text
+    assert '"parameters": {"a": {"type": "int"}}}' in text
 
 
 def test_sharegpt_keys_and_parts_become_messages() -> None:

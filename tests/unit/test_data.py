@@ -125,6 +125,7 @@ def test_formats_are_found_by_themselves(
         assert texts(data.train, CHAT) == [prefix + decoded]
         assert target_texts(data.train, CHAT) == [learnt]
         assert data.report.format == name
+        assert (data.train[0].ids.dtype, data.train[0].is_target.dtype) == (np.int32, np.bool_)
 
 
 @pytest.mark.parametrize(

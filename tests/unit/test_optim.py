@@ -67,7 +67,7 @@ def test_warmup_ratio_is_that_of_transformers(num_steps: int, ratio: float) -> N
 
 @pytest.mark.parametrize("most", [0.0, 0.1, 1.0, 1e9])
 def test_clipping_is_that_of_torch(most: float) -> None:
-    """Seen in the second moment of the first step, (1 − β₂) g²: no other part of a step is moved by the gradient's size."""
+    """Seen in the second moment of the first step, (1 − β₂) g²; Adam's step itself hardly shows a gradient's size."""
     state = state_of()
     parts = [torch.nn.Parameter(torch.zeros_like(part)) for part in fill_gradient(state, 1)]
     for part, gradient in zip(parts, fill_gradient(state, 1), strict=True):
@@ -95,9 +95,14 @@ def peft_steps(optim: OptimSpec) -> tuple[list[torch.Tensor], AdapterState]:
     for name, weight in theirs.items():
         model.register_parameter(name, weight)
     optimizer = create_loraplus_optimizer(
-        model, torch.optim.AdamW, lr=optim.lr, loraplus_lr_ratio=optim.loraplus_ratio, loraplus_weight_decay=optim.weight_decay,
-        betas=optim.betas, eps=optim.eps,
-    )  # fmt: skip
+        model,
+        torch.optim.AdamW,
+        lr=optim.lr,
+        loraplus_lr_ratio=optim.loraplus_ratio,
+        loraplus_weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+    )
     for step in range(4):
         for weight, gradient in zip(theirs.values(), fill_gradient(state, step), strict=True):
             weight.grad = gradient

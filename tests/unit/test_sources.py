@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,9 @@ def numbered(count: int) -> list[dict[str, str]]:
     return [{"text": f"row {index}"} for index in range(count)]
 
 
-# Sources
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
-    rows = [{"prompt": "007", "completion": "NA"}, {"prompt": 'say "é,\n"', "completion": "null"}]
+    rows = [{"prompt": "007", "completion": "NA"}, {"prompt": 'say "é,\n"', "completion": ""}]
     path = tmp_path / f"odd [name]{suffix}"
     table = datasets.Dataset.from_list(rows)
     match suffix:
@@ -54,66 +52,67 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> 
             table.to_csv(path)
         case ".parquet":
             table.to_parquet(path)
-    data = load(path)
-    assert texts(data.train) == ["007NA</s>", 'say "é,\n"null</s>']
-    assert target_texts(data.train) == ["NA</s>", "null</s>"]
-    assert data.train[0].ids.dtype == np.int32
-    assert data.train[0].is_target.dtype == bool
+    assert read(path) == rows
 
 
 def test_split_may_be_sliced(tmp_path: Path) -> None:
-    data = load(write(tmp_path / "d.jsonl", numbered(10)), split="train[:40%]", eval_split="train[8:]")
-    assert texts(data.train) == [f"row 00{index}</s>" for index in range(4)]
-    assert texts(data.eval) == ["row 008</s>", "row 009</s>"]
-    assert data.report.num_rows == 4
-    assert data.eval_report is not None
-    assert data.eval_report.num_rows == 2
+    path = write(tmp_path / "d.jsonl", numbered(10))
+    assert read(path, split="train[:40%]") == numbered(4)
+    assert read(path, split="train[8:]") == numbered(10)[8:]
 
 
-def test_folder_has_the_splits_that_its_files_are_named_after(tmp_path: Path) -> None:
-    write(tmp_path / "train-0.jsonl", numbered(2))
-    write(tmp_path / "train-1.jsonl", [{"text": "more"}])
-    write(tmp_path / "test.jsonl", [{"text": "unseen"}])
-    data = load(tmp_path, eval_split="test")
-    assert texts(data.train) == ["row 000</s>", "row 001</s>", "more</s>"]
-    assert texts(data.eval) == ["unseen</s>"]
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_folder_has_the_splits_that_its_files_are_named_after(tmp_path: Path, kind: str) -> None:
+    for name, texts in {"train-0": ["1", "02"], "train-1": ["more"], "test": ["unseen"]}.items():
+        table = datasets.Dataset.from_list([{"text": text} for text in texts])
+        (table.to_json if kind == "jsonl" else table.to_csv)(tmp_path / f"{name}.{kind}")
+    assert [row["text"] for row in read(tmp_path)] == ["1", "02", "more"]
+    assert [row["text"] for row in read(tmp_path, split="test")] == ["unseen"]
 
 
-def test_types_that_change_late_in_a_large_file_are_read(tmp_path: Path) -> None:
-    rows = [chat(asked="x" * 1_000_000) for _ in range(11)]
-    rows.append(
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "late"}], "name": "n"},
-                rows[0]["messages"][1],
-            ]
-        }
-    )
-    data = load(write(tmp_path / "d.jsonl", rows), CHAT)
-    assert data.report.dropped == {"longer than 2048 tokens": 11}
-    assert "late" in texts(data.train, CHAT)[0]
+def test_types_that_differ_are_read_wherever_they_change(tmp_path: Path) -> None:
+    """`datasets` infers types from 10 MB."""
+    rows: list[dict[str, Any]] = [
+        {"note": "x" * 1_000_000, "parts": [{"role": "a", "content": "b"}]} for _ in range(11)
+    ]
+    rows.append({"note": 5, "parts": [{"role": "a", "content": ["b"], "name": "c"}]})
+    assert read(write(tmp_path / "d.jsonl", rows))[11]["parts"] == rows[11]["parts"]
+    assert read(write(tmp_path / "e.jsonl", [{"text": "a"}, {"text": {"b": [1]}}]))[1] == {"text": {"b": [1]}}
+
+
+def test_types_that_make_no_table_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train-0.jsonl", [{"text": ["a"]}])
+    write(tmp_path / "train-1.jsonl", [{"text": "b"}])
+    assert "cannot be read as rows of one table" in refusal(tmp_path)
 
 
 def test_local_files_need_no_network_and_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("network")
+    reached = []
+
+    def refuse(*address: object, **_: object) -> None:
+        reached.append(address)
+        raise OSError("no network here")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     cache = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    datasets.enable_progress_bars()
-    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for folder in ("data", "tmp"):
+        (tmp_path / folder).mkdir()
     path = write(tmp_path / "data" / "d.jsonl", numbered(3))
-    before = os.listdir(tmp_path)
+    datasets.enable_progress_bars()
+    verbosity = datasets.logging.get_verbosity()
     for source in (path, path.parent):
-        assert len(load(source).train) == 3
-    assert os.listdir(tmp_path) == before
+        assert read(source) == numbered(3)
+    assert not reached
     assert not cache.exists()
+    assert [os.listdir(tmp_path / folder) for folder in ("data", "tmp")] == [["d.jsonl"], []]
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
+    assert datasets.logging.get_verbosity() == verbosity
 
 
 def test_what_cannot_be_found_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +140,8 @@ def test_a_hub_dataset_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         return datasets.Dataset.from_list(numbered(2))
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
-    assert len(load("some/set", name="en", split="train[:2]", eval_split="test").eval) == 2
-    assert asked == [("some/set", "en", "train[:2]"), ("some/set", "en", "test")]
+    assert read("some/set", name="en", split="train[:2]") == numbered(2)
+    assert asked == [("some/set", "en", "train[:2]")]
 
 
 @pytest.mark.parametrize(
@@ -171,5 +170,3 @@ def test_broken_files_are_refused_with_the_place(
     (tmp_path / name).write_bytes(content)
     assert said in refusal(tmp_path / name)
     assert capfd.readouterr().err == ""
-
-
