@@ -51,7 +51,7 @@ def main() -> None:
             best[side] = max(best[side], tokens / seconds)
             print(f"{side}: {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s", flush=True)
     peft, tlora = best.values()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     print(f"ratio: {tlora / peft:.2f}")
     print(f"commit {commit or 'none'}, {torch.get_num_threads()} threads, {environment.describe()}")
 

@@ -103,7 +103,7 @@ def test_modules_ranks_and_scales_are_those_of_peft(supermodel: SuperModel, spec
         ({"rank_pattern": {"q_proj": 4, ".*q_proj": 9}}, "rank_pattern: '.*q_proj' decides no targeted module"),
         ({"alpha_pattern": {"proj": 4}}, "alpha_pattern: 'proj' decides no targeted module"),
     ],
-    ids=["a name", "a regex for the end", "a regex for the start", "part of a segment", "rank", "shadowed rank", "alpha"],
+    ids=["a name", "a regex for its end", "a regex for its start", "part of one", "rank", "shadowed rank", "alpha"],
 )  # fmt: skip
 def test_a_pattern_that_matches_nothing_is_refused_by_name(supermodel: SuperModel, fields: dict, said: str) -> None:
     with pytest.raises(TargetError) as caught:
@@ -268,7 +268,7 @@ def test_a_wrong_export_is_seen(supermodel: SuperModel, tmp_path: Path, plant: s
     assert max(error(mine, reference) for mine, reference in zip(ours, theirs, strict=True)) > 10 * CLOSE
 
 
-def test_a_real_save_to_the_hub_would_be_seen(no_network: list[str]) -> None:
+def test_asking_the_network_would_be_seen(no_network: list[str]) -> None:
     with pytest.raises(OSError, match="no network"):
         socket.create_connection(("localhost", 9))
     assert no_network

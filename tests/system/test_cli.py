@@ -1,0 +1,149 @@
+"""The command line as a user meets it: a tiny model and tokenizer in a folder, jobs in YAML."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import toy
+from toy_tokenizers import CHATML, byte_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tlora.tracking import read_metrics
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = byte_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(toy.config(vocab_size=len(tokenizer), max_position_embeddings=512))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def desk(base: Path, tmp_path: Path) -> Path:
+    """A folder with a data file and two jobs."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}]} for n in range(24)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, rank in (("small", 2), ("large", 16)):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"base: {{model: {base}}}\n"
+            f"data: {{path: rows.jsonl, eval_fraction: 0.2}}\n"
+            f"adapter: {{rank: {rank}, targets: all-linear}}\n"
+            "optim: {lr: 1e-3}\nbatch_size: 4\nsteps: 6\nsave_every: 2\n"
+        )
+    return tmp_path
+
+
+def tlora(*arguments: str, cwd: Path, code: int = 0) -> str:
+    """Run the command; its output, both streams."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tlora", *arguments], cwd=cwd, env=ENV, text=True, capture_output=True, timeout=300, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def test_check_preview_train_resume_export(desk: Path, base: Path) -> None:
+    said = tlora("check", "small.yaml", "large.yaml", cwd=desk)
+    assert "all-linear → 14 modules" in said
+    assert "24 rows (messages) gave 24 sequences" in said
+    assert not (desk / "outputs").exists()
+
+    said = tlora("preview", "small.yaml", "-n", "1", cwd=desk)
+    assert "⟦" in said
+    assert "<|im_end|>⟧" in said
+
+    said = tlora("train", "small.yaml", "large.yaml", cwd=desk)
+    assert "small: finished, adapter in outputs/small" in said
+    for name in ("small", "large"):
+        folder = desk / "outputs" / name
+        assert [row["step"] for row in read_metrics(folder) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+        loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+        assert any(weight.any() for key, weight in loaded.named_parameters() if "lora_B" in key)
+        assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
+        assert {"adapter_model.safetensors", "adapter_config.json"} <= {path.name for path in (folder / "best").iterdir()}
+
+    assert "holds a saved state already" in tlora("train", "small.yaml", cwd=desk, code=2)
+    assert "small: finished" in tlora("train", "--resume", "small.yaml", cwd=desk)
+
+    tlora("export", "outputs/small", "again", cwd=desk)
+    assert (desk / "again/adapter_model.safetensors").read_bytes() == (
+        desk / "outputs/small/adapter_model.safetensors"
+    ).read_bytes()
+    tlora("export", "--merge", "outputs/small", "merged", cwd=desk)
+    assert json.loads((desk / "merged/tlora.json").read_text())["base_model"] == str(base)
+    ids = torch.arange(2, 40)[None]
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), desk / "outputs/small")
+    torch.testing.assert_close(
+        AutoModelForCausalLM.from_pretrained(desk / "merged")(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, desk: Path) -> None:
+    command = [sys.executable, "-m", "tlora", "train", "--deterministic", "small.yaml", "large.yaml", "--set", "steps=300"]
+    child = subprocess.Popen(command, cwd=desk, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    metrics = desk / "outputs/small/metrics.jsonl"
+    while child.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        pass
+    child.send_signal(number)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 130, said
+    assert "paused at step" in said
+    assert "go on with --resume" in said
+    tlora("train", "--deterministic", "--resume", "small.yaml", "large.yaml", "--set", "steps=300", cwd=desk)
+    interrupted = [row["loss"] for row in read_metrics(desk / "outputs/small") if "loss" in row]
+    tlora("train", "--deterministic", "small.yaml", "--set", "steps=300", "--set", "output=solo", cwd=desk)
+    assert interrupted == [row["loss"] for row in read_metrics(desk / "solo") if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("optim.learning_rate=1e-4", "small.yaml: unknown key 'optim.learning_rate'. Did you mean 'optim.lr'?"),
+        ("adapter.rank=0", "small.yaml: adapter.rank = 0: want an integer from 1 to 256."),
+        ("adapter.targets=[q_proj, nope_proj]", "job small: adapter.targets: 'nope_proj' matches none of the"),
+        ("data.path=absent.jsonl", "absent.jsonl"),
+        ("base.model=./absent", "base.model = './absent': cannot be loaded"),
+        ("data.format=alpaca", "alpaca"),
+        ("data.max_length=4", "job small"),
+        ("adapter.use_dora=true", "DoRA is not supported yet"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_trained(change: str, said: str, desk: Path) -> None:
+    for command in ("check", "train"):
+        output = tlora(command, "small.yaml", "--set", change, cwd=desk, code=2)
+        assert said in output
+        assert not (desk / "outputs").exists()
+
+
+def test_every_faulty_job_is_named_at_once(desk: Path) -> None:
+    (desk / "broken.yaml").write_text("base: [")
+    output = tlora("check", "broken.yaml", "small.yaml", "--set", "batch_size=0", cwd=desk, code=2)
+    assert "broken.yaml: is no YAML" in output
+    assert "small.yaml: batch_size = 0: want at least 1." in output
+
+
+def test_a_bad_yaml_never_loads_torch(desk: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['tlora', 'check', 'small.yaml', '--set', 'adapter.rank=0']\n"
+        "from tlora.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 2, end.code\n"
+        "assert not {'torch', 'transformers', 'datasets', 'peft'} & sys.modules.keys(), sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=desk, env=ENV, check=True)

@@ -1,0 +1,108 @@
+"""What goes wrong for one job ends or skips that job alone, with its reason; the others go on, bit for bit."""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+
+from tlora import checkpoint, trainer
+from tlora.checkpoint import STATE, load_state
+from tlora.errors import CheckpointError
+from tlora.resident import ResidentJob
+from tlora.tracking import METRICS, read_metrics
+
+
+def poison_weight(job: ResidentJob) -> None:
+    job.state.master[3] = float("nan")
+
+
+def poison_gradient(job: ResidentJob) -> None:
+    job.state.grad[0] = float("inf")
+
+
+@pytest.mark.parametrize("poison", [poison_weight, poison_gradient])
+def test_a_job_that_is_no_longer_finite_ends_alone(poison: Callable[[ResidentJob], None], tmp_path: Path) -> None:
+    model = toy.super_model(torch.float32, deterministic=True)
+    work = toy.Recorder(model, token_budget=128)
+    bad = work.attach(toy.job(tmp_path, "bad", steps=9), toy.data(10, seed=1))
+    good = work.attach(toy.job(tmp_path, "good", steps=9), toy.data(10, seed=2))
+    while bad.step < 3:
+        work.tick()
+    poison(bad)
+    toy.finish(work)
+    assert bad.record.state == "failed"
+    assert "at step 4; stopped at its last good checkpoint, step 3" in bad.record.reason
+    _, meta = load_state(bad.spec.folder)
+    assert meta["step"] == 3
+    solo = toy.alone(model, good.spec, toy.data(10, seed=2))
+    assert torch.equal(toy.Result.of(work, good).master, solo.master)
+    assert toy.Result.of(work, good).losses == solo.losses
+    assert len(model.residents) == 0
+
+
+def test_a_job_with_a_damaged_state_fails_before_it_joins(tmp_path: Path) -> None:
+    """14: one bad adapter brought the batch down."""
+    model = toy.super_model(torch.float32, deterministic=True)
+    work = toy.Recorder(model)
+    broken = toy.job(tmp_path, "broken")
+    work.attach(broken, toy.data())
+    work.tick()
+    work.detach("broken")
+    path = broken.folder / STATE
+    path.write_bytes(path.read_bytes()[:-100])
+    others = [work.attach(toy.job(tmp_path, f"j{n}"), toy.data(seed=n)) for n in range(3)]
+    work.tick()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        work.attach(broken, toy.data(), resume=True)
+    toy.finish(work)
+    for number, job in enumerate(others):
+        assert torch.equal(toy.Result.of(work, job).master, toy.alone(model, job.spec, toy.data(seed=number)).master)
+        assert [row["step"] for row in read_metrics(job.spec.folder)] == [1, 2, 3, 4, 5]
+
+
+def test_a_full_disk_ends_the_job_that_met_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = toy.super_model(torch.float32, deterministic=True)
+    work = toy.Recorder(model)
+    full = work.attach(toy.job(tmp_path, "full", save_every=2), toy.data(seed=1))
+    good = work.attach(toy.job(tmp_path, "good", save_every=2), toy.data(seed=2))
+    save = checkpoint.save_file
+
+    def no_space(tensors: object, path: Path, **options: object) -> None:
+        save(tensors, path, **options)
+        if path.is_relative_to(full.spec.folder) and full.step == 4:
+            path.write_bytes(path.read_bytes()[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    toy.finish(work)
+    assert full.record.state == "failed"
+    assert "No space left" in full.record.reason
+    tensors, meta = load_state(full.spec.folder)
+    assert meta["step"] == 2
+    assert torch.isfinite(tensors["master"]).all()
+    assert not list(full.spec.folder.rglob("*.incomplete-*"))
+    assert torch.equal(toy.Result.of(work, good).master, toy.alone(model, good.spec, toy.data(seed=2)).master)
+
+
+def test_a_failing_tracker_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    work = toy.Recorder(toy.super_model())
+    job = work.attach(toy.job(tmp_path), toy.data())
+    work.tick()
+    work._trackers["a"]._sinks[0]._file.close()  # type: ignore[attr-defined]
+    toy.finish(work)
+    assert job.record.state == "finished"
+    assert "put aside" in caplog.text
+    assert len((job.spec.folder / METRICS).read_text().splitlines()) == 1
+
+
+def test_an_adapter_that_learnt_nothing_is_not_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16: an adapter that loads as a no-op."""
+    monkeypatch.setattr(trainer, "optimizer_step", lambda state, *args, **kwargs: state.grad.norm())
+    work = toy.Recorder(toy.super_model())
+    job = work.attach(toy.job(tmp_path), toy.data())
+    toy.finish(work)
+    assert job.record.state == "failed"
+    assert "every B is zero" in job.record.reason
