@@ -43,7 +43,7 @@ LAST = (
     "Kumar Lopez Meyer Murphy Nelson Patel Perez Rossi Santos Shah Silva Singh Smith Stone Torres Wang Weber Zhang"
 ).split()
 CITY = (
-    "Athens Berlin Boston Cairo Chicago Dublin Geneva Lima London Madrid Milan Oxford Paris Prague Rome "
+    "Athens Berlin Boston Cairo Chicago Dublin Geneva Lima London Madrid Milan Paris Prague Rome "
     "Seoul Tokyo Vienna"
 ).split()
 ADJECTIVE = (
@@ -51,7 +51,7 @@ ADJECTIVE = (
     "Small Strong Warm Wild"
 ).split()
 NOUN = (
-    "Bird Boat Book Bridge Castle City Door Farm Forest Garden Horse House Kitchen Lake Letter Library Machine Market "
+    "Bird Boat Book Bridge City Door Farm Forest Horse House Lake Letter Library Machine Market "
     "Moon Planet River Robot Ship Song Star Storm Summer Table Tower Train Tree Window Winter"
 ).split()
 

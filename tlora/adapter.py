@@ -27,6 +27,7 @@ from tlora.spec import AdapterSpec, BaseSpec
 
 _ALIGN = 32  # elements; keeps every A and B on a vector and bulk-copy boundary
 _PREFIX = "base_model.model."
+_FROZEN = ".base_layer."  # PEFT saves a copy of the head's own weight with an adapter on it
 _Number = TypeVar("_Number", int, float)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -203,7 +204,7 @@ class AdapterState:
             config = json.loads((folder / CONFIG).read_text())
             if not isinstance(config, dict) or not {"r", "lora_alpha"} <= config.keys():
                 raise ValueError(f"{CONFIG} is no LoRA configuration")
-            saved = load_file(folder / WEIGHTS)
+            saved = {key: weight for key, weight in load_file(folder / WEIGHTS).items() if _FROZEN not in key}
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(
                 f"adapter.init_from = {str(folder)!r}: no PEFT adapter can be read: {error}."

@@ -12,7 +12,7 @@ from tlora.adapter import AdapterLayout, lay_out, match_targets
 from tlora.errors import ModelError, TargetError
 from tlora.spec import AdapterSpec, BaseSpec
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -39,9 +39,9 @@ class Outline:
     @classmethod
     def of(cls, model: PreTrainedModel, name: str) -> "Outline":
         """Read a model, on any device. Raises ModelError if it has nothing to adapt."""
-        linears = {path: module.weight.shape for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+        linears = {path: module.weight.shape for path, module in model.named_modules() if type(module) is nn.Linear}
         head, embedding = model.get_output_embeddings(), cast(nn.Embedding, model.get_input_embeddings())
-        if not isinstance(head, nn.Linear) or len(linears) < 2:
+        if type(head) is not nn.Linear or len(linears) < 2:
             raise ModelError(f"base.model = {name!r}: a {type(model).__name__} has no plain linear layers to adapt.")
         config = model.config.get_text_config()
         return cls(

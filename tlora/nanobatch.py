@@ -14,7 +14,7 @@ def cut(items: Sequence[Item], count: int, work: Callable[[Item], float]) -> lis
     total, done = sum(work(item) for item in items), 0.0
     for item in items:
         cost = work(item)
-        if not slices or (len(slices) < count and done + cost / 2 > total * len(slices) / count):
+        if not slices or done + cost / 2 > total * len(slices) / count:
             slices.append([])
         slices[-1].append(item)
         done += cost

@@ -74,6 +74,7 @@ def pack(
     rows, targets, weights, sequences = [], [], [], []
     first = num_targets = 0
     for index, (item, block) in enumerate(zip(items, blocks, strict=False)):
+        assert not item.sequence.is_target[0], "a first token has nothing to be predicted from"
         length = len(item.sequence)
         tokens = torch.from_numpy(item.sequence.ids).long()
         ids[first : first + length] = tokens

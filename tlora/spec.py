@@ -62,7 +62,7 @@ class BaseSpec(_Spec):
     """Hub name or local folder."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
 
 

@@ -31,7 +31,7 @@ class _Current:
     rows: RowTable | None = None
 
 
-class _Float64(TorchFunctionMode):
+class Float64(TorchFunctionMode):
     """transformers sends norms and softmaxes through float32; a float64 model keeps them in float64, so that what is
     left between two groupings of the same sums is the algebra."""
 
@@ -160,7 +160,7 @@ class SuperModel:
             self._current.rows = None
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return _Float64() if self.dtype is torch.float64 else nullcontext()
+        return Float64() if self.dtype is torch.float64 else nullcontext()
 
     def _replace_linears(self) -> None:
         self._mixed: dict[str, MixedLinear] = {}

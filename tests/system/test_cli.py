@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -14,7 +15,10 @@ import toy
 from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tlora.cli import main
 from tlora.tracking import read_metrics
+
+Tlora = Callable[..., str]
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
 
@@ -47,27 +51,34 @@ def desk(base: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def tlora(*arguments: str, cwd: Path, code: int = 0) -> str:
-    """Run the command; its output, both streams."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tlora", *arguments], cwd=cwd, env=ENV, text=True, capture_output=True, timeout=300, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture
+def tlora(desk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Tlora:
+    """Runs the command in the jobs' folder; gives what it said, both streams."""
+    monkeypatch.chdir(desk)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["tlora", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = "".join(capfd.readouterr())
+        assert (end.value.code or 0) == code, said
+        return said
+
+    return run
 
 
-def test_check_preview_train_resume_export(desk: Path, base: Path) -> None:
-    said = tlora("check", "small.yaml", "large.yaml", cwd=desk)
+def test_check_preview_train_resume_export(tlora: Tlora, desk: Path, base: Path) -> None:
+    said = tlora("check", "small.yaml", "large.yaml")
     assert "all-linear → 14 modules" in said
     assert "24 rows (messages) gave 24 sequences" in said
     assert not (desk / "outputs").exists()
 
-    said = tlora("preview", "small.yaml", "-n", "1", cwd=desk)
+    said = tlora("preview", "small.yaml", "-n", "1")
     assert "⟦" in said
     assert "<|im_end|>⟧" in said
 
-    said = tlora("train", "small.yaml", "large.yaml", cwd=desk)
+    said = tlora("train", "small.yaml", "large.yaml")
     assert "small: finished, adapter in outputs/small" in said
     for name in ("small", "large"):
         folder = desk / "outputs" / name
@@ -77,14 +88,14 @@ def test_check_preview_train_resume_export(desk: Path, base: Path) -> None:
         assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
         assert {"adapter_model.safetensors", "adapter_config.json"} <= {path.name for path in (folder / "best").iterdir()}
 
-    assert "holds a saved state already" in tlora("train", "small.yaml", cwd=desk, code=2)
-    assert "small: finished" in tlora("train", "--resume", "small.yaml", cwd=desk)
+    assert "holds a saved state already" in tlora("train", "small.yaml", code=2)
+    assert "small: finished" in tlora("train", "--resume", "small.yaml")
 
-    tlora("export", "outputs/small", "again", cwd=desk)
+    tlora("export", "outputs/small", "again")
     assert (desk / "again/adapter_model.safetensors").read_bytes() == (
         desk / "outputs/small/adapter_model.safetensors"
     ).read_bytes()
-    tlora("export", "--merge", "outputs/small", "merged", cwd=desk)
+    tlora("export", "--merge", "outputs/small", "merged")
     assert json.loads((desk / "merged/tlora.json").read_text())["base_model"] == str(base)
     ids = torch.arange(2, 40)[None]
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), desk / "outputs/small")
@@ -94,8 +105,8 @@ def test_check_preview_train_resume_export(desk: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, desk: Path) -> None:
-    command = [sys.executable, "-m", "tlora", "train", "--deterministic", "small.yaml", "large.yaml", "--set", "steps=300"]
+def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, tlora: Tlora, desk: Path) -> None:
+    command = [sys.executable, "-m", "tlora", "train", "--deterministic", "small.yaml", "large.yaml", "--set", "steps=80"]
     child = subprocess.Popen(command, cwd=desk, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     metrics = desk / "outputs/small/metrics.jsonl"
     while child.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
@@ -105,9 +116,9 @@ def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, desk: Path) -> 
     assert child.returncode == 130, said
     assert "paused at step" in said
     assert "go on with --resume" in said
-    tlora("train", "--deterministic", "--resume", "small.yaml", "large.yaml", "--set", "steps=300", cwd=desk)
+    tlora("train", "--deterministic", "--resume", "small.yaml", "large.yaml", "--set", "steps=80")
     interrupted = [row["loss"] for row in read_metrics(desk / "outputs/small") if "loss" in row]
-    tlora("train", "--deterministic", "small.yaml", "--set", "steps=300", "--set", "output=solo", cwd=desk)
+    tlora("train", "--deterministic", "small.yaml", "--set", "steps=80", "--set", "output=solo")
     assert interrupted == [row["loss"] for row in read_metrics(desk / "solo") if "loss" in row]
 
 
@@ -124,16 +135,16 @@ def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, desk: Path) -> 
         ("adapter.use_dora=true", "DoRA is not supported yet"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_trained(change: str, said: str, desk: Path) -> None:
+def test_mistakes_are_named_before_anything_is_trained(change: str, said: str, tlora: Tlora, desk: Path) -> None:
     for command in ("check", "train"):
-        output = tlora(command, "small.yaml", "--set", change, cwd=desk, code=2)
+        output = tlora(command, "small.yaml", "--set", change, code=2)
         assert said in output
         assert not (desk / "outputs").exists()
 
 
-def test_every_faulty_job_is_named_at_once(desk: Path) -> None:
+def test_every_faulty_job_is_named_at_once(tlora: Tlora, desk: Path) -> None:
     (desk / "broken.yaml").write_text("base: [")
-    output = tlora("check", "broken.yaml", "small.yaml", "--set", "batch_size=0", cwd=desk, code=2)
+    output = tlora("check", "broken.yaml", "small.yaml", "--set", "batch_size=0", code=2)
     assert "broken.yaml: is no YAML" in output
     assert "small.yaml: batch_size = 0: want at least 1." in output
 

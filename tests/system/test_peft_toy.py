@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 from tlora.resident import ResidentJob
 from tlora.spec import JobSpec
+from tlora.supermodel import Float64
 from tlora.tracking import read_metrics
 from tlora.trainer import Trainer
 
@@ -58,7 +59,9 @@ def peft_loop(spec: JobSpec, job: ResidentJob, folder: Path, dtype: torch.dtype)
         for row in rows:
             ids = torch.from_numpy(row.ids).long()
             labels = torch.where(torch.from_numpy(row.is_target), ids, -100)
-            loss = F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], labels[1:], reduction="sum") / targets
+            with Float64():
+                logits = model(input_ids=ids[None]).logits[0, :-1]
+            loss = F.cross_entropy(logits, labels[1:], reduction="sum") / targets
             loss.backward()
             total += loss.item()
         losses.append(total)

@@ -267,5 +267,6 @@ def test_which_turns_are_trained() -> None:
     assert trained_turns([user("q"), assistant("a", weight=0), user("q"), assistant("a", weight=1)], "assistant") == [3]
     assert trained_turns([user("q")], "assistant") == []
     assert trained_turns([user("q"), assistant(" "), assistant("a")], "assistant") == [1, 2]
+    assert trained_turns([user("q"), assistant("", tool_calls=[{}])], "assistant") == [1]
     with pytest.raises(RowError, match="empty: every assistant turn is blank"):
         trained_turns([user("q"), assistant(" \n")], "assistant")

@@ -396,7 +396,7 @@ def test_only_long_rows_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "fraction", "held_out"), [(10, 0.3, 3), (10, 0.01, 1), (100, 0.07, 7), (7, 0.5, 4), (2, 0.1, 1)]
+    ("count", "fraction", "held_out"), [(10, 0.3, 3), (10, 1e-8, 1), (100, 0.07, 7), (7, 0.5, 4), (2, 0.1, 1)]
 )
 def test_held_out_share(tmp_path: Path, count: int, fraction: float, held_out: int) -> None:
     path = write(tmp_path / "d.jsonl", numbered(count))

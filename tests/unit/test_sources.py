@@ -104,7 +104,7 @@ def test_local_files_need_no_network_and_leave_no_trace(
         (tmp_path / folder).mkdir()
     path = write(tmp_path / "data" / "d.jsonl", numbered(3))
     datasets.enable_progress_bars()
-    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity_warning()
     for source in (path, path.parent):
         rows = read_rows(str(source), None, "train", "job a")
         assert list(rows) == numbered(3)
@@ -114,7 +114,7 @@ def test_local_files_need_no_network_and_leave_no_trace(
     assert [os.listdir(tmp_path / folder) for folder in ("data", "tmp")] == [["d.jsonl"], []]
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
-    assert datasets.logging.get_verbosity() == verbosity
+    assert datasets.logging.get_verbosity() == datasets.logging.WARNING
 
 
 def test_what_cannot_be_found_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +161,7 @@ def test_a_hub_dataset_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         ("d.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "d.jsonl: line 2 is no UTF-8"),
         ("d.jsonl", b'{"text": "a"}\n[1, 2]\n"b"\n', "d.jsonl: line 2: got [1, 2]; want a JSON object"),
         ("d.json", b'[\n {"text": "a"},\n {"text": "b"\n]\n', "d.json: line 4 is no JSON"),
+        ("d.json", b'[{"text": "a"}, 5]', "d.json: cannot be read as rows of one table"),
         ("d.csv", b"text,x\na,b,c\n", "rows have more fields than the header"),
         ("d.csv", b"text\na\nb,c\n", "Expected 1 fields in line 3, saw 2"),
         ("d.parquet", b"no parquet", "cannot be read as rows of one table"),
