@@ -43,8 +43,7 @@ LAST = (
     "Kumar Lopez Meyer Murphy Nelson Patel Perez Rossi Santos Shah Silva Singh Smith Stone Torres Wang Weber Zhang"
 ).split()
 CITY = (
-    "Athens Berlin Boston Cairo Chicago Dublin Geneva Lima London Madrid Milan Paris Prague Rome "
-    "Seoul Tokyo Vienna"
+    "Athens Berlin Boston Cairo Chicago Dublin Geneva Lima London Madrid Milan Paris Prague Rome Seoul Tokyo Vienna"
 ).split()
 ADJECTIVE = (
     "Blue Bright Broken Cold Deep Green Happy Hidden Little Long Lost Modern New Perfect Quiet Red Secret Simple Slow "

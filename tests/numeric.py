@@ -3,6 +3,7 @@
 Every comparison is with float64 from the same rounded inputs, tensor by tensor.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from tlora.kernels.reference import keep_mask
 from tlora.kernels.tiles import Site
 from tlora.packing import Batch, Item, pack
 
+DEVICE = torch.device(os.environ.get("TLORA_TEST_DEVICE", "cpu"))
 # Result, gradient (named d…).
 BOUNDS = {torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 4e-3), torch.bfloat16: (6e-3, 8e-3)}
 
@@ -75,7 +77,7 @@ def items_of(jobs: Mapping[int, Job], vocab: int = 50) -> list[Item]:
 
 
 def batch_of(jobs: Mapping[int, Job], **options: int | bool) -> Batch:
-    return pack(items_of(jobs), device=torch.device("cpu"), **options)  # type: ignore[arg-type]
+    return pack(items_of(jobs), device=DEVICE, **options)  # type: ignore[arg-type]
 
 
 def sites_of(jobs: Mapping[int, Job], inputs: int, outputs: int, dtype: torch.dtype) -> dict[int, Site]:
@@ -84,9 +86,9 @@ def sites_of(jobs: Mapping[int, Job], inputs: int, outputs: int, dtype: torch.dt
         if job.rank is None:
             continue
         draw = torch.Generator().manual_seed(slot)
-        a = torch.randn(job.rank, inputs, generator=draw).div(inputs**0.5).to(dtype)
-        b = torch.randn(outputs, job.rank, generator=draw).div(job.rank**0.5).to(dtype)
-        grads = (torch.zeros(part.shape, dtype=torch.float32) for part in (a, b))
+        a = torch.randn(job.rank, inputs, generator=draw).div(inputs**0.5).to(DEVICE, dtype)
+        b = torch.randn(outputs, job.rank, generator=draw).div(job.rank**0.5).to(DEVICE, dtype)
+        grads = (torch.zeros(part.shape, dtype=torch.float32, device=DEVICE) for part in (a, b))
         sites[slot] = Site(a, b, *grads, job.scale, job.dropout, job.seed, module=1234)
     return sites
 
@@ -112,7 +114,7 @@ class PeftLike:
         """`x`: the item's rows, or those of them that `at` selects."""
         site = self.site
         if training and site.dropout:
-            counters = item.counter + torch.arange(len(item.sequence))[at]
+            counters = item.counter + torch.arange(len(item.sequence), device=DEVICE)[at]
             keep = keep_mask(
                 counters, x.shape[1], seed=site.seed, step=item.step, module=site.module, dropout=site.dropout
             )

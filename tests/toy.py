@@ -1,5 +1,6 @@
 """A model of two layers, random data and one loop that trains: what the tests share."""
 
+import os
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tlora.tracking import read_metrics
 from tlora.trainer import Trainer, TrainerOptions
 
 VOCAB = 96
+DEVICE = torch.device(os.environ.get("TLORA_TEST_DEVICE", "cpu"))
 
 
 def config(**changes: object) -> LlamaConfig:
@@ -37,7 +39,7 @@ def super_model(
     dtype: torch.dtype = torch.float32, *, model: PretrainedConfig | None = None, **options: bool
 ) -> SuperModel:
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(deepcopy(model) or config(), dtype=torch.float32).to(dtype)
+    base = AutoModelForCausalLM.from_config(deepcopy(model) or config(), dtype=torch.float32).to(DEVICE, dtype)
     return SuperModel(base, BaseSpec(model="toy"), **options)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from numeric import DEVICE
 
 from tlora.kernels.reference import keep_mask
 
@@ -10,7 +11,7 @@ ROWS, COLUMNS = 1000, 400
 
 
 def mask(rows: int = ROWS, columns: int = COLUMNS, **changes: float) -> torch.Tensor:
-    return keep_mask(torch.arange(rows), columns, **{**BASE, **changes})
+    return keep_mask(torch.arange(rows, device=DEVICE), columns, **{**BASE, **changes})
 
 
 def scatter(x: int) -> int:
@@ -40,7 +41,7 @@ def is_kept(row: int, column: int, *, seed: int, step: int, module: int, dropout
 )
 def test_definition(key: dict) -> None:
     rows = [0, 1, 62, 2**20, 2**31 + 5]
-    got = keep_mask(torch.tensor(rows), 40, **key)
+    got = keep_mask(torch.tensor(rows, device=DEVICE), 40, **key)
     assert got.tolist() == [[is_kept(row, column, **key) for column in range(40)] for row in rows]
 
 

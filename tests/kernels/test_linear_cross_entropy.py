@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from numeric import JOBS, Job, PeftLike, batch_of, compare, error, items_of, sites_of, spans
+from numeric import DEVICE, JOBS, Job, PeftLike, batch_of, compare, error, items_of, sites_of, spans
 
 from tlora.kernels.reference import linear_cross_entropy
 from tlora.kernels.tiles import Site
@@ -20,7 +20,8 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor,
     """hidden, weight, bias."""
     draw = torch.Generator().manual_seed(1)
     return tuple(
-        torch.randn(shape, generator=draw).div(shape[-1] ** 0.25).to(dtype) for shape in ((rows, H), (V, H), (V,))
+        torch.randn(shape, generator=draw).div(shape[-1] ** 0.25).to(DEVICE, dtype)
+        for shape in ((rows, H), (V, H), (V,))
     )
 
 
@@ -90,7 +91,7 @@ def _blocks_swapped(batch: Batch, sites: dict[int, Site], given: tuple[torch.Ten
 def _weights_of_a_slice(batch: Batch, sites: dict[int, Site], given: tuple[torch.Tensor, ...]) -> Named:
     """The mean over each sequence in place of the mean over the step: fault of every trainer that averages averages."""
     items = [replace(item, weight=1.0 / max(1, item.sequence.num_targets)) for item in batch.items]
-    return ours(pack(items, device=torch.device("cpu")), sites, given)
+    return ours(pack(items, device=DEVICE), sites, given)
 
 
 def _next_token_of_the_row_after(batch: Batch, sites: dict[int, Site], given: tuple[torch.Tensor, ...]) -> Named:
@@ -116,12 +117,12 @@ def test_one_and_ninety_nine_targets_weigh_the_same_in_every_layout() -> None:
     one.sequence.is_target[1:] = True
     many.sequence.is_target[1:] = True
     items = [replace(item, weight=1.0 / 100) for item in (one, many)]
-    together = pack(items, device=torch.device("cpu"))
+    together = pack(items, device=DEVICE)
     hidden, weight, bias = inputs(102)
     losses, d_hidden = linear_cross_entropy(hidden, weight, bias, together.rows, together.loss, {})
     apart = []
     for item, part in zip(items, hidden.split((2, 100)), strict=True):
-        batch = pack([item], device=torch.device("cpu"))
+        batch = pack([item], device=DEVICE)
         apart.append(linear_cross_entropy(part, weight, bias, batch.rows, batch.loss, {}))
     log_p = F.linear(hidden.double(), weight.double(), bias.double()).log_softmax(-1)
     ids = torch.cat([torch.from_numpy(item.sequence.ids).long() for item in items])

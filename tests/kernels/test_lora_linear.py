@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from numeric import JOBS, Job, PeftLike, batch_of, compare, error, sites_of, spans
+from numeric import DEVICE, JOBS, Job, PeftLike, batch_of, compare, error, sites_of, spans
 
 from tlora.kernels import reference
 from tlora.kernels.reference import lora_linear
@@ -19,7 +19,7 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor,
     """x, weight, bias, dy."""
     draw = torch.Generator().manual_seed(1)
     shapes = ((rows, K), (N, K), (N,), (rows, N))
-    return tuple(torch.randn(shape, generator=draw).div(shape[-1] ** 0.5).to(dtype) for shape in shapes)
+    return tuple(torch.randn(shape, generator=draw).div(shape[-1] ** 0.5).to(DEVICE, dtype) for shape in shapes)
 
 
 def ours(batch: Batch, sites: dict[int, Site], given: tuple[torch.Tensor, ...], rows: RowTable | None = None) -> Named:

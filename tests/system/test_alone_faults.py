@@ -26,10 +26,20 @@ def test_alone_loss_is_weighed_by_tokens_in_every_layout(tmp_path: Path) -> None
     model = toy.super_model(torch.float64)
     rows = toy.data_of([with_targets(1, 1), with_targets(99, 2)])
     results = [
-        toy.alone(model, toy.job(tmp_path, batch_size=2, steps=1), rows, f"cut{n}-{budget}", token_budget=budget, nano_batches=n)
+        toy.alone(
+            model,
+            toy.job(tmp_path, batch_size=2, steps=1),
+            rows,
+            f"cut{n}-{budget}",
+            token_budget=budget,
+            nano_batches=n,
+        )
         for n, budget in ((1, 200), (2, 200), (1, 100))
     ]
-    totals = [toy.alone(model, toy.job(tmp_path, f"one{n}", batch_size=1, steps=1), toy.data_of([row])) for n, row in enumerate(rows.train)]
+    totals = [
+        toy.alone(model, toy.job(tmp_path, f"one{n}", batch_size=1, steps=1), toy.data_of([row]))
+        for n, row in enumerate(rows.train)
+    ]
     want = (totals[0].gradient + 99 * totals[1].gradient) / 100
     for result in results:
         assert toy.off(result.gradient, want) < 1e-12
@@ -41,13 +51,17 @@ def test_alone_last_batch_of_an_epoch_is_kept_and_weighed_by_itself(
     rows: int, batch: int, epochs: int, sizes: list[int], tmp_path: Path
 ) -> None:
     """3: it was dropped, leaked into the next epoch, or divided by the full size."""
-    spec = toy.job(tmp_path, batch_size=batch, steps=None, epochs=epochs, schedule={"name": "linear"}, optim={"lr": 0.5})
+    spec = toy.job(
+        tmp_path, batch_size=batch, steps=None, epochs=epochs, schedule={"name": "linear"}, optim={"lr": 0.5}
+    )
     trainer = toy.Recorder(toy.super_model(torch.float64))
     job = trainer.attach(spec, toy.data(rows, seed=3))
     seen = [job.step_sequences(step) for step in range(job.num_steps)]
     assert [len(step) for step in seen] == sizes
     for epoch in range(epochs):
-        ids = [id(row) for step in seen[epoch * len(sizes) // epochs : (epoch + 1) * len(sizes) // epochs] for row in step]
+        ids = [
+            id(row) for step in seen[epoch * len(sizes) // epochs : (epoch + 1) * len(sizes) // epochs] for row in step
+        ]
         assert len(set(ids)) == rows
     toy.finish(trainer)
     rates = toy.Result.of(trainer, job).rates
@@ -71,7 +85,9 @@ def test_alone_job_without_rows_in_a_tick_takes_no_step(tmp_path: Path) -> None:
     jobs = [trainer.attach(toy.job(tmp_path, f"j{n}", steps=8), toy.data(12, seed=n, low=12)) for n in range(3)]
     idle_ticks = 0
     for _ in range(12):
-        before = [(job.step, job.state.master.clone(), job.state.exp_avg.clone(), job.state.grad.clone()) for job in jobs]
+        before = [
+            (job.step, job.state.master.clone(), job.state.exp_avg.clone(), job.state.grad.clone()) for job in jobs
+        ]
         waiting = [len(job.pending_rows) for job in jobs]
         trainer.tick()
         for job, (step, master, moment, grad), pending in zip(jobs, before, waiting, strict=True):
@@ -128,7 +144,7 @@ def test_alone_names_and_folders_are_not_taken_twice(tmp_path: Path) -> None:
     before = job.state.master.clone()
     with pytest.raises(StateError, match="resident already"):
         trainer.attach(toy.job(tmp_path), toy.data())
-    with pytest.raises(StateError, match="another process is training into this folder|holds a saved state"):
+    with pytest.raises(StateError, match="another process is training into this folder"):
         trainer.attach(toy.job(tmp_path, "b", output=str(tmp_path / "a")), toy.data())
     assert torch.equal(job.state.master, before)
     assert list(trainer.jobs) == ["a"]
@@ -141,7 +157,10 @@ def test_alone_names_and_folders_are_not_taken_twice(tmp_path: Path) -> None:
 def test_alone_a_reused_place_holds_nothing_of_its_last_job(tmp_path: Path) -> None:
     """13: moments or pending gradients reached the next job."""
     model = toy.super_model(torch.float32, deterministic=True)
-    specs = {name: toy.job(tmp_path, name, steps=steps, seed=n) for n, (name, steps) in enumerate(zip("abc", (9, 12, 6), strict=True))}
+    specs = {
+        name: toy.job(tmp_path, name, steps=steps, seed=n)
+        for n, (name, steps) in enumerate(zip("abc", (9, 12, 6), strict=True))
+    }
     rows = {name: toy.data(10, seed=n) for n, name in enumerate("abc")}
     trainer = toy.Recorder(model, token_budget=128)
     residents: dict[str, ResidentJob] = {name: trainer.attach(specs[name], rows[name]) for name in "ab"}
@@ -153,7 +172,9 @@ def test_alone_a_reused_place_holds_nothing_of_its_last_job(tmp_path: Path) -> N
     assert residents["c"].slot == slot
     toy.finish(trainer)
     for name in "bc":
-        assert torch.equal(toy.Result.of(trainer, residents[name]).master, toy.alone(model, specs[name], rows[name]).master)
+        assert torch.equal(
+            toy.Result.of(trainer, residents[name]).master, toy.alone(model, specs[name], rows[name]).master
+        )
 
 
 def test_alone_shares_change_when_and_not_what(tmp_path: Path) -> None:

@@ -41,19 +41,22 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-HEADS = {"head_dim": 8}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, head_dim=8),
-    "llama-tied": LlamaConfig(**SHAPE, head_dim=8, tie_word_embeddings=True, attention_bias=True, attention_dropout=0.3),
+    "llama-tied": LlamaConfig(
+        **SHAPE, head_dim=8, tie_word_embeddings=True, attention_bias=True, attention_dropout=0.3
+    ),
     "qwen2": Qwen2Config(**{**SHAPE, "hidden_size": 40}),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8),
     "mistral-window": MistralConfig(**SHAPE, head_dim=8, sliding_window=6),
     "gemma": GemmaConfig(**SHAPE, head_dim=8),
-    "gemma2": Gemma2Config(**SHAPE, head_dim=8, sliding_window=6, final_logit_softcapping=5.0, attn_logit_softcapping=3.0),
+    "gemma2": Gemma2Config(
+        **SHAPE, head_dim=8, sliding_window=6, final_logit_softcapping=5.0, attn_logit_softcapping=3.0
+    ),
     "gemma3": Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=6),
     "phi": PhiConfig(**{**SHAPE, "hidden_size": 48}, resid_pdrop=0.2, embd_pdrop=0.1),
     "phi3": Phi3Config(**{**SHAPE, "hidden_size": 40}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,7 +67,9 @@ def test_alone_model_is_the_same_to_the_bit(family: str, tmp_path: Path) -> None
     solo = toy.alone(model, spec, rows)
     trainer = toy.Recorder(model, token_budget=96, nano_batches=2)
     mine = trainer.attach(spec, rows)
-    trainer.attach(toy.job(tmp_path, "beside", adapter={"rank": 16, "targets": "all-linear"}, batch_size=7), toy.data(11))
+    trainer.attach(
+        toy.job(tmp_path, "beside", adapter={"rank": 16, "targets": "all-linear"}, batch_size=7), toy.data(11)
+    )
     toy.finish(trainer)
     result = toy.Result.of(trainer, mine)
     assert result.losses == solo.losses
@@ -78,7 +83,9 @@ def test_peft_model_has_the_same_loss_and_gradients(family: str, checkpointing: 
     config = FAMILIES[family]
     model = toy.super_model(torch.float64, model=config, checkpointing=checkpointing)
     trainer = toy.Recorder(model)
-    mine = trainer.attach(toy.job(tmp_path, "mine", adapter={"rank": 3, "alpha": 9, "targets": "all-linear"}), toy.data(8))
+    mine = trainer.attach(
+        toy.job(tmp_path, "mine", adapter={"rank": 3, "alpha": 9, "targets": "all-linear"}), toy.data(8)
+    )
     trainer.attach(toy.job(tmp_path, "beside"), toy.data(5, seed=9))
     with torch.no_grad():
         for site in mine.state.layout.sites:  # B is zero at first, which would hide A's gradient
@@ -87,14 +94,18 @@ def test_peft_model_has_the_same_loss_and_gradients(family: str, checkpointing: 
 
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).to(torch.float64)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "mine" / "before", is_trainable=True).to(torch.float64).eval()
+    theirs = (
+        peft.PeftModel.from_pretrained(base, tmp_path / "mine" / "before", is_trainable=True).to(torch.float64).eval()
+    )
     rows = mine.step_sequences(0)
     targets = sum(row.num_targets for row in rows)
     losses = []
     for row in rows:
         ids = torch.from_numpy(row.ids).long()
         labels = torch.where(torch.from_numpy(row.is_target), ids, -100)
-        loss = F.cross_entropy(theirs(input_ids=ids[None]).logits[0, :-1].double(), labels[1:], reduction="sum") / targets
+        loss = (
+            F.cross_entropy(theirs(input_ids=ids[None]).logits[0, :-1].double(), labels[1:], reduction="sum") / targets
+        )
         loss.backward()
         losses.append(loss.item())
     trainer.tick()

@@ -20,7 +20,13 @@ from tlora.tracking import read_metrics
 
 Tlora = Callable[..., str]
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
+ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": os.pathsep.join(sys.path),
+    "NO_COLOR": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def desk(base: Path, tmp_path: Path) -> Path:
     """A folder with a data file and two jobs."""
     rows = [
-        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}]} for n in range(24)
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}]}
+        for n in range(24)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, rank in (("small", 2), ("large", 16)):
@@ -86,7 +93,9 @@ def test_check_preview_train_resume_export(tlora: Tlora, desk: Path, base: Path)
         loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
         assert any(weight.any() for key, weight in loaded.named_parameters() if "lora_B" in key)
         assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
-        assert {"adapter_model.safetensors", "adapter_config.json"} <= {path.name for path in (folder / "best").iterdir()}
+        assert {"adapter_model.safetensors", "adapter_config.json"} <= {
+            path.name for path in (folder / "best").iterdir()
+        }
 
     assert "holds a saved state already" in tlora("train", "small.yaml", code=2)
     assert "small: finished" in tlora("train", "--resume", "small.yaml")
@@ -106,7 +115,17 @@ def test_check_preview_train_resume_export(tlora: Tlora, desk: Path, base: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, tlora: Tlora, desk: Path) -> None:
-    command = [sys.executable, "-m", "tlora", "train", "--deterministic", "small.yaml", "large.yaml", "--set", "steps=80"]
+    command = [
+        sys.executable,
+        "-m",
+        "tlora",
+        "train",
+        "--deterministic",
+        "small.yaml",
+        "large.yaml",
+        "--set",
+        "steps=80",
+    ]
     child = subprocess.Popen(command, cwd=desk, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     metrics = desk / "outputs/small/metrics.jsonl"
     while child.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
