@@ -35,31 +35,30 @@ BATCH = 16
 GOAL = 0.9
 
 FIRST = (
-    "Adam Alice Anna Carl Daniel David Emily Frank George Henry Jack Jane Leon Lily Louis Luke Maria Maya Paul "
-    "Rose Sarah Simon Victor"
+    "Adam Alice Anna Carl Daniel David Emily Frank George Henry Jack Jane Leon Lily Louis Luke Maria Maya Paul Rose "
+    "Sarah Simon Victor"
 ).split()
 LAST = (
     "Adams Baker Berg Brown Chen Clark Costa Cruz Davis Evans Fischer Garcia Hall Hughes Ito Jensen Khan Kim King "
     "Kumar Lopez Meyer Murphy Nelson Patel Perez Rossi Santos Shah Silva Singh Smith Stone Torres Wang Weber Zhang"
 ).split()
 CITY = (
-    "Athens Berlin Boston Cairo Chicago Dublin Geneva Lima London Madrid Milan Paris Prague Rome Seoul Tokyo Vienna"
+    "Athens Berlin Boston Cairo Chicago Dublin Geneva London Madrid Milan Paris Prague Rome Seoul Tokyo Vienna"
 ).split()
 ADJECTIVE = (
     "Blue Bright Broken Cold Deep Green Happy Hidden Little Long Lost Modern New Perfect Quiet Red Secret Simple Slow "
     "Small Strong Warm Wild"
 ).split()
 NOUN = (
-    "Bird Boat Book Bridge City Door Farm Forest Horse House Lake Letter Library Machine Market "
-    "Moon Planet River Robot Ship Song Star Storm Summer Table Tower Train Tree Window Winter"
+    "Bird Boat Book Bridge City Door Farm Forest Horse House Lake Letter Library Machine Market Moon Planet River "
+    "Robot Ship Song Star Storm Summer Table Tower Train Tree Window Winter"
 ).split()
 
 
 def date_in_words(rng: random.Random) -> tuple[str, str]:
-    """1945-07-12 → July 12th, 1945"""
+    """1945-07-12 → July 12, 1945"""
     day = datetime.date(1900, 1, 1) + datetime.timedelta(days=rng.randrange(200 * 365))
-    suffix = "th" if 11 <= day.day <= 13 else {1: "st", 2: "nd", 3: "rd"}.get(day.day % 10, "th")
-    return day.isoformat(), f"{day:%B} {day.day}{suffix}, {day.year}"
+    return day.isoformat(), f"{day:%B} {day.day}, {day.year}"
 
 
 def sentence_as_json(rng: random.Random) -> tuple[str, str]:
@@ -140,6 +139,7 @@ def main() -> None:
     base = prepare_base()
     rows = {name: write_rows(name) for name in SKILLS}
     tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     samples = {name: [as_sample(SKILLS[name], *row, tokenizer) for row in rows[name]] for name in SKILLS}
 

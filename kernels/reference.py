@@ -133,7 +133,6 @@ def linear_cross_entropy(
     """
     wide = torch.promote_types(hidden_TH.dtype, torch.float32)
     losses_M = torch.empty(len(loss.rows_M), dtype=wide, device=hidden_TH.device)
-    losses_S = torch.zeros(loss.num_sequences, dtype=wide, device=hidden_TH.device)
     d_hidden_TH = torch.zeros_like(hidden_TH) if with_gradient else None
     for block in loss.blocks:
         at, weights = loss.rows_M[block.span], loss.weights_M[block.span].to(wide)
@@ -165,12 +164,7 @@ def linear_cross_entropy(
             add_product(site.grad_a_RK, d_low, x)
             dh += dropped(d_low @ site.a_RK, site, block.step, rows.counters_T[at], rows.training)
         d_hidden_TH[at] = dh
-    if rows.per_sequence:
-        for block in loss.blocks:
-            losses_S[loss.sequences_M[block.first]] += losses_M[block.span].sum()
-    else:
-        losses_S.index_add_(0, loss.sequences_M, losses_M)
-    return losses_S, d_hidden_TH
+    return torch.segment_reduce(losses_M, "sum", lengths=loss.counts_S), d_hidden_TH
 
 
 def adamw(

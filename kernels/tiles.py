@@ -68,9 +68,8 @@ class LossTable:
     """int64 [M]: the next token."""
     weights_M: torch.Tensor
     """[M]: 1 / (target tokens of that job's optimizer step)."""
-    sequences_M: torch.Tensor
-    """int64 [M]: index of the row's sequence in the batch."""
-    num_sequences: int
+    counts_S: torch.Tensor
+    """int64 [S]: target rows of each sequence; they sum to M."""
     blocks: tuple[LossBlock, ...]
 
 

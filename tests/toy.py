@@ -130,5 +130,6 @@ def alone(model: SuperModel, spec: JobSpec, rows: JobData, part: str = "alone", 
 
 
 def off(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative distance of two vectors."""
+    """Relative distance of two vectors, on whichever devices."""
+    a, b = a.cpu(), b.cpu()
     return float((a - b).norm() / b.norm().clamp(min=1e-30))

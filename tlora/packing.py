@@ -71,9 +71,9 @@ def pack(
     ids, positions, counters = (torch.zeros(num_rows, dtype=torch.int64) for _ in range(3))
     pieces: list[Piece] = []
     loss_blocks: list[LossBlock] = []
-    rows, targets, weights, sequences = [], [], [], []
+    rows, targets, weights, counts = [], [], [], []
     first = num_targets = 0
-    for index, (item, block) in enumerate(zip(items, blocks, strict=False)):
+    for item, block in zip(items, blocks, strict=False):
         assert not item.sequence.is_target[0], "a first token has nothing to be predicted from"
         length = len(item.sequence)
         tokens = torch.from_numpy(item.sequence.ids).long()
@@ -89,7 +89,7 @@ def pack(
         rows.append(first + at - 1)
         targets.append(tokens[at])
         weights.append(torch.full((len(at),), item.weight, dtype=torch.float64))
-        sequences.append(torch.full((len(at),), index))
+        counts.append(len(at))
         _extend(loss_blocks, item, num_targets, len(at), head_rows, per_sequence)
         first, num_targets = first + block, num_targets + len(at)
     ends = torch.tensor([0, *blocks]).cumsum(0, dtype=torch.int32)
@@ -106,8 +106,7 @@ def pack(
             rows_M=move(torch.cat(rows)),
             targets_M=move(torch.cat(targets)),
             weights_M=move(torch.cat(weights)),
-            sequences_M=move(torch.cat(sequences)),
-            num_sequences=len(items),
+            counts_S=move(torch.tensor(counts)),
             blocks=tuple(loss_blocks),
         ),
     )

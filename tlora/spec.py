@@ -8,6 +8,7 @@ transformers.
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,7 +59,7 @@ class _Spec(BaseModel):
 class BaseSpec(_Spec):
     """The frozen base. Jobs that agree on every field share one super-model."""
 
-    model: Text
+    model: Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
     """Hub name or local folder."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""

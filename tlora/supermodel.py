@@ -32,16 +32,14 @@ class _Current:
 
 
 class Float64(TorchFunctionMode):
-    """transformers sends norms and softmaxes through float32; a float64 model keeps them in float64, so that what is
-    left between two groupings of the same sums is the algebra."""
+    """transformers sends norms, rotary angles and softmaxes through float32; a float64 model keeps them in float64, so
+    that what is left between two groupings of the same sums is the algebra."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
-            if func is torch.Tensor.float or (func is torch.Tensor.to and args[1:] == (torch.float32,)):
-                return args[0]
-            if kwargs.get("dtype") is torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 
@@ -67,7 +65,7 @@ class SuperModel:
     def __init__(
         self, model: PreTrainedModel, base: BaseSpec, *, deterministic: bool = False, checkpointing: bool = False
     ):
-        self.model, self.base, self.deterministic = model, base, deterministic
+        self.model, self.base, self.deterministic, self.checkpointing = model, base, deterministic, checkpointing
         self.outline = Outline.of(model, base.model)
         self.device, self.dtype = model.device, model.dtype
         self.residents: dict[int, AdapterState] = {}

@@ -90,6 +90,6 @@ def test_neighbouring_rows_and_columns_are_unrelated() -> None:
 
 
 def test_it_follows_the_row_wherever_it_lies() -> None:
-    whole, order = mask(), torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+    whole, order = mask(), torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     assert torch.equal(keep_mask(order, COLUMNS, **BASE), whole[order])
-    assert torch.equal(keep_mask(torch.arange(300, 700), 17, **BASE), whole[300:700, :17])
+    assert torch.equal(keep_mask(torch.arange(300, 700, device=DEVICE), 17, **BASE), whole[300:700, :17])

@@ -46,14 +46,15 @@ def oracle(
     modules, out = {slot: PeftLike(site) for slot, site in sites.items()}, {}
     for index, item, span in spans(batch):
         h = hidden[span].clone().requires_grad_()
-        at = torch.from_numpy(item.sequence.is_target).nonzero().squeeze(1)
+        at = torch.from_numpy(item.sequence.is_target).nonzero().squeeze(1).to(DEVICE)
+        targets = torch.from_numpy(item.sequence.ids).long().to(DEVICE)[at]
         logits = F.linear(h[at - 1], weight, bias)
         if item.slot in modules:
             logits = logits + modules[item.slot](h[at - 1], item, batch.rows.training, at - 1)
         logits = logits * multiplier
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        loss = item.weight * F.cross_entropy(logits, torch.from_numpy(item.sequence.ids).long()[at], reduction="sum")
+        loss = item.weight * F.cross_entropy(logits, targets, reduction="sum")
         loss.backward()
         out |= {f"loss{index}": loss.detach(), f"dh{index}": h.grad}
     for slot, module in modules.items():
@@ -125,7 +126,7 @@ def test_one_and_ninety_nine_targets_weigh_the_same_in_every_layout() -> None:
         batch = pack([item], device=DEVICE)
         apart.append(linear_cross_entropy(part, weight, bias, batch.rows, batch.loss, {}))
     log_p = F.linear(hidden.double(), weight.double(), bias.double()).log_softmax(-1)
-    ids = torch.cat([torch.from_numpy(item.sequence.ids).long() for item in items])
+    ids = torch.cat([torch.from_numpy(item.sequence.ids).long() for item in items]).to(DEVICE)
     token_losses = -log_p[[0, *range(2, 101)], ids[[1, *range(3, 102)]]]
     assert len(token_losses) == 100
     assert error(losses.sum(), token_losses.mean()) < 1e-6

@@ -204,3 +204,19 @@ def test_alone_options_are_bounded(tmp_path: Path) -> None:
     assert not trainer.jobs
     assert not trainer.supermodel.residents
     assert not (tmp_path / "a").exists()
+
+
+def test_alone_in_bfloat16_with_float32_masters(tmp_path: Path) -> None:
+    """The base in half precision; what is learnt stays in float32, close to what a float32 base gives."""
+    rows, changes = toy.data(16, seed=2), {"steps": 12, "schedule": {"name": "constant"}}
+    wide = toy.alone(toy.super_model(torch.float32), toy.job(tmp_path, "wide", **changes), rows)
+    trainer = toy.Recorder(toy.super_model(torch.bfloat16), token_budget=96)
+    job = trainer.attach(toy.job(tmp_path, "half", **changes), rows)
+    trainer.attach(toy.job(tmp_path, "beside", adapter={"rank": 16, "targets": ["o_proj"]}), toy.data(9))
+    assert job.state.compute.dtype is torch.bfloat16
+    assert {vector.dtype for vector in job.state.tensors().values()} == {torch.float32}
+    toy.finish(trainer)
+    half = toy.Result.of(trainer, job)
+    assert half.losses == pytest.approx(wide.losses, rel=3e-2)
+    assert half.losses[-1] < 0.8 * half.losses[0]
+    assert toy.off(half.gradient, wide.gradient) < 5e-2

@@ -177,3 +177,16 @@ def test_a_bad_yaml_never_loads_torch(desk: Path) -> None:
         "assert not {'torch', 'transformers', 'datasets', 'peft'} & sys.modules.keys(), sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=desk, env=ENV, check=True)
+
+
+def test_jobs_that_differ_in_their_base_do_not_share_it(tlora: Tlora, desk: Path) -> None:
+    """Precision is part of a base: each job trains over its own, in one command."""
+    wide = (desk / "small.yaml").read_text().replace("base: {", "base: {dtype: float64, ")
+    (desk / "wide.yaml").write_text(wide)
+    said = tlora("train", "--deterministic", "small.yaml", "wide.yaml", "large.yaml")
+    assert said.count(": finished, adapter in") == 3
+    losses = {name: [row.get("loss") for row in read_metrics(desk / "outputs" / name)] for name in ("small", "wide")}
+    assert losses["small"] != losses["wide"]
+    assert losses["small"][0] == pytest.approx(losses["wide"][0], rel=1e-5)
+    tlora("train", "--deterministic", "small.yaml", "--set", "output=solo")
+    assert losses["small"] == [row.get("loss") for row in read_metrics(desk / "solo")]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -125,5 +126,5 @@ def test_saved_state_says_what_made_it(tmp_path: Path) -> None:
     _, meta = load_state(tmp_path / "a")
     assert meta["step"] == 5
     assert meta["spec"]["optim"]["lr"] == 0.01
-    assert meta["environment"]["torch"] == torch.__version__
+    assert meta["environment"]["torch"] == version("torch")
     assert (tmp_path / "a" / STATE).stat().st_mode & 0o044  # others may read it

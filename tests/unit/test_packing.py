@@ -9,6 +9,7 @@ import torch
 from numeric import JOBS, Job, batch_of, items_of, spans
 
 from tlora.data import TokenSequence
+from tlora.kernels.tiles import LossTable
 from tlora.packing import DETERMINISTIC_ROWS, Batch, Item, pack, rows_of
 
 CPU = torch.device("cpu")
@@ -29,6 +30,11 @@ def options(request: pytest.FixtureRequest) -> dict:
 @pytest.fixture
 def batch(options: dict) -> Batch:
     return batch_of(JOBS, **options)
+
+
+def sequences_of(loss: LossTable) -> torch.Tensor:
+    """The sequence that each target row belongs to."""
+    return torch.arange(len(loss.counts_S)).repeat_interleave(loss.counts_S)
 
 
 def test_rows_hold_their_sequences(batch: Batch) -> None:
@@ -74,9 +80,10 @@ def test_a_target_is_the_next_token_of_its_own_sequence(batch: Batch) -> None:
         for at in np.flatnonzero(item.sequence.is_target)
     ]
     loss = batch.loss
-    got = zip(*(part.tolist() for part in (loss.rows_M, loss.targets_M, loss.weights_M, loss.sequences_M)), strict=True)
+    parts = (loss.rows_M, loss.targets_M, loss.weights_M, sequences_of(loss))
+    got = zip(*(part.tolist() for part in parts), strict=True)
     assert list(got) == want
-    assert loss.num_sequences == len(batch.items)
+    assert len(loss.counts_S) == len(batch.items)
 
 
 def test_head_blocks_hold_one_job_each(batch: Batch, options: dict) -> None:
@@ -86,7 +93,7 @@ def test_head_blocks_hold_one_job_each(batch: Batch, options: dict) -> None:
     assert starts == [0, *ends[:-1]]
     assert ends[-1] == len(batch.loss.rows_M)
     for block in batch.loss.blocks:
-        inside = set(batch.loss.sequences_M[block.span].tolist())
+        inside = set(sequences_of(batch.loss)[block.span].tolist())
         assert 0 < block.rows <= most
         assert {(items[at].slot, items[at].step) for at in inside} == {(block.slot, block.step)}
         assert len(inside) == 1 or not batch.rows.per_sequence
@@ -104,7 +111,7 @@ def test_weights_of_a_step_sum_to_one_however_it_is_cut(cuts: tuple[int, ...]) -
         if start == stop:
             continue
         batch = pack(items[start:stop], device=CPU)
-        for weight, at in zip(batch.loss.weights_M.tolist(), batch.loss.sequences_M.tolist(), strict=True):
+        for weight, at in zip(batch.loss.weights_M.tolist(), sequences_of(batch.loss).tolist(), strict=True):
             slot = batch.items[at].slot
             sums[slot] = sums.get(slot, 0.0) + weight
     assert sums == pytest.approx({slot: 1.0 for slot, job in JOBS.items() if slot and job.lengths})
@@ -136,4 +143,4 @@ def test_a_sequence_without_targets_takes_rows_and_gives_none() -> None:
     items[0] = replace(items[0], sequence=TokenSequence(items[0].sequence.ids, np.zeros(9, bool)))
     batch = pack(items, device=CPU)
     assert batch.rows.num_rows == 18
-    assert set(batch.loss.sequences_M.tolist()) == {1}
+    assert set(sequences_of(batch.loss).tolist()) == {1}
