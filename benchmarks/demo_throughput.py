@@ -11,6 +11,7 @@ import argparse
 import os
 import subprocess
 import time
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,6 +38,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     os.chdir(ROOT)
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     prepare_base()
     for name in SKILLS:
         write_rows(name)

@@ -27,6 +27,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging
 
+from tlora.data import TokenSequence, load_data
+from tlora.spec import DataSpec
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUTS = Path("outputs/demo")
 CACHE = Path(os.environ.get("TLORA_CACHE", "~/.cache/tlora")).expanduser()
@@ -121,15 +124,6 @@ SKILLS = {
 }
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A held-out row as the adapter's user sends it, and what should come back, EOS included."""
-
-    question: str
-    prompt: list[int]
-    target: list[int]
-
-
 def main() -> None:
     began_s = time.perf_counter()
     os.chdir(ROOT)
@@ -137,11 +131,11 @@ def main() -> None:
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     base = prepare_base()
-    rows = {name: write_rows(name) for name in SKILLS}
+    questions = {name: write_rows(name) for name in SKILLS}
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    samples = {name: [as_sample(SKILLS[name], *row, tokenizer) for row in rows[name]] for name in SKILLS}
+    samples = {name: read_samples(name, tokenizer) for name in SKILLS}
 
     print(f"Measuring the base on {NUM_HELD_OUT} held-out rows a skill.", flush=True)
     before = {name: measure(model, tokenizer, samples[name]) for name in SKILLS}
@@ -153,7 +147,7 @@ def main() -> None:
         after[name] = measure(adapted, tokenizer, samples[name])
         model = adapted.unload()
 
-    show(samples, before, after)
+    show(questions, before, after)
     print(f"{time.perf_counter() - began_s:.0f} s in all. The adapters are in {OUTPUTS}/<skill>.")
     if missed := [name for name in SKILLS if after[name][0] < GOAL]:
         sys.exit(f"Exact match below {GOAL}: {', '.join(missed)}.")
@@ -184,44 +178,45 @@ def prepare_base() -> Path:
     return base
 
 
-def write_rows(name: str) -> list[tuple[str, str]]:
-    """Write the training rows of a skill; returns the held-out ones, none of whose questions is among them."""
+def write_rows(name: str) -> list[str]:
+    """Write the training rows of a skill, and the held-out ones, none of whose questions is among them; returns the
+    held-out questions."""
     rng = random.Random(name)
     rows: dict[str, str] = {}
     while len(rows) < NUM_HELD_OUT + NUM_TRAIN:
         question, answer = SKILLS[name].draw(rng)
         rows[question] = answer
-    drawn = list(rows.items())
-    file = OUTPUTS / "data" / f"{name}.jsonl"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(SKILLS[name].row(*row)) + "\n" for row in drawn[NUM_HELD_OUT:]))
-    print(f"Wrote {NUM_TRAIN} rows to {file}.")
-    return drawn[:NUM_HELD_OUT]
+    lines = [json.dumps(SKILLS[name].row(*row)) + "\n" for row in rows.items()]
+    folder = OUTPUTS / "data"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}_held_out.jsonl").write_text("".join(lines[:NUM_HELD_OUT]))
+    (folder / f"{name}.jsonl").write_text("".join(lines[NUM_HELD_OUT:]))
+    print(f"Wrote {NUM_TRAIN} rows to {folder / name}.jsonl.")
+    return list(rows)[:NUM_HELD_OUT]
 
 
-def as_sample(skill: Skill, question: str, answer: str, tokenizer: Any) -> Sample:
-    asked = skill.ask(question)
-    if not isinstance(asked, str):
-        asked = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    prompt, target = tokenizer([asked, answer], add_special_tokens=False)["input_ids"]
-    return Sample(question, prompt, [*target, tokenizer.eos_token_id])
+def read_samples(name: str, tokenizer: Any) -> list[TokenSequence]:
+    """The held-out rows of a skill, with the tokens to be answered marked, EOS included."""
+    data = DataSpec(path=str(OUTPUTS / "data" / f"{name}_held_out.jsonl"), max_length=64)
+    where = f"held-out {name}"
+    return load_data(data, tokenizer, seed=0, vocab_size=len(tokenizer), max_positions=None, where=where).train
 
 
 @torch.inference_mode()
-def measure(model: Any, tokenizer: Any, samples: list[Sample]) -> tuple[float, list[str]]:
+def measure(model: Any, tokenizer: Any, samples: list[TokenSequence]) -> tuple[float, list[str]]:
     """Share of samples whose every target token is right in one teacher-forced forward; answers to the first few."""
     num_right = 0
     for start in range(0, len(samples), BATCH):
         batch = samples[start : start + BATCH]
-        padded = tokenizer.pad({"input_ids": [sample.prompt + sample.target for sample in batch]}, return_tensors="pt")
-        best = model(**padded).logits.argmax(-1).tolist()
+        padded = tokenizer.pad({"input_ids": [sample.ids.tolist() for sample in batch]}, return_tensors="pt")
+        best = model(**padded).logits.argmax(-1).numpy()
         for sample, guess in zip(batch, best, strict=True):
-            first = len(sample.prompt) - 1
-            num_right += guess[first : first + len(sample.target)] == sample.target
-    shown = {"input_ids": [sample.prompt for sample in samples[:NUM_SHOWN]]}
-    prompts = tokenizer.pad(shown, padding_side="left", return_tensors="pt")
-    whole = model.generate(**prompts, max_new_tokens=26, do_sample=False)
-    answers = tokenizer.batch_decode(whole[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+            right = guess[: len(sample) - 1] == sample.ids[1:]
+            num_right += bool(right[sample.is_target[1:]].all())
+    prompts = [sample.ids[: sample.is_target.argmax()].tolist() for sample in samples[:NUM_SHOWN]]
+    shown = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    whole = model.generate(**shown, max_new_tokens=26, do_sample=False)
+    answers = tokenizer.batch_decode(whole[:, shown["input_ids"].shape[1] :], skip_special_tokens=True)
     return num_right / len(samples), answers
 
 
@@ -237,14 +232,14 @@ def train() -> None:
         sys.exit(code)
 
 
-def show(samples: dict[str, list[Sample]], before: dict[str, Any], after: dict[str, Any]) -> None:
+def show(questions: dict[str, list[str]], before: dict[str, Any], after: dict[str, Any]) -> None:
     table = Table(title="Three adapters of one model", expand=True)
     table.add_column("asked", ratio=3)
     table.add_column("before", ratio=2, no_wrap=True)
     table.add_column("after", ratio=4, overflow="fold")
     for name in SKILLS:
-        for sample, old, new in zip(samples[name], before[name][1], after[name][1], strict=False):
-            table.add_row(sample.question, " ".join(old.split()), new)
+        for question, old, new in zip(questions[name], before[name][1], after[name][1], strict=False):
+            table.add_row(question, " ".join(old.split()), new)
         rates = [f"{measured[name][0]:.2f}" for measured in (before, after)]
         table.add_row(f"{name}: exact match", *rates, style="bold", end_section=True)
     Console(markup=False).print(table)

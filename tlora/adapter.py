@@ -158,6 +158,13 @@ class AdapterState:
             a.copy_(((2 * draw - 1) / site.inputs**0.5).view_as(a))
         self.publish()
 
+    def park(self) -> None:
+        """Leave the device: what is learnt goes to host memory, what can be made again goes away."""
+        self.master, self.exp_avg, self.exp_avg_sq = (
+            vector.cpu() for vector in (self.master, self.exp_avg, self.exp_avg_sq)
+        )
+        self.compute = self.grad = torch.empty(0)
+
     def publish(self) -> None:
         """Bring the kernels' copy up to date with the master."""
         if self.compute is not self.master:

@@ -98,7 +98,7 @@ def train(
 ) -> None:
     """Train jobs together on this machine. Ctrl-C saves and pauses them; --resume goes on."""
     specs = _load(jobs, overrides)
-    with _quiet(), _stop_on_signal() as stopped:
+    with _quiet():
         from rich.console import Console
 
         from tlora import local
@@ -118,7 +118,7 @@ def train(
         console = Console()
         console.print(f"reading the data of {len(specs)} jobs …", highlight=False)
         ready = local.prepare(specs, options)
-        with LiveTable(console) as table:
+        with _stop_on_signal() as stopped, LiveTable(console) as table:
             progress = local.train(ready, options, watch=table.show, stopped=lambda: bool(stopped))
         print_outcome(console, progress)
     states = {one.record.state for one in progress}

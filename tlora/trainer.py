@@ -24,6 +24,7 @@ from tlora.checkpoint import BEST, JobFolder, load_state, save_state
 from tlora.data import JobData
 from tlora.dealing import Claim, deal
 from tlora.errors import CheckpointError, JobError, StateError, TloraError
+from tlora.files import atomic_path
 from tlora.job import JobRecord, State
 from tlora.optim import learning_rate, optimizer_step
 from tlora.packing import Item, pack
@@ -106,7 +107,8 @@ class Trainer:
             log.warning("job=%s removed %s, left half-written", spec.name, left)
         try:
             run_id = self._restore(job, folder, resume)
-            (spec.folder / "job.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+            with atomic_path(spec.folder / "job.yaml") as path:
+                path.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
         except BaseException:
             folder.close()
             raise
@@ -115,10 +117,8 @@ class Trainer:
         self.jobs[spec.name], self._folders[spec.name] = job, folder
         self._trackers[spec.name] = Tracker(spec, spec.folder, step=job.step, run_id=run_id)
         record.to(State.RUNNING)
-        if job.phase is Phase.EVALUATING:
-            self._evaluate_or_settle(job)
-        else:
-            self._go_on(job)
+        begin = self._evaluate_or_settle if job.phase is Phase.EVALUATING else self._go_on
+        self._guard(job, partial(begin, job))
         return job
 
     def detach(self, name: str, *, state: State = State.PAUSED, keep: bool = True) -> ResidentJob:
@@ -126,7 +126,8 @@ class Trainer:
         job = self.jobs[name]
         if keep:
             self._guard(job, partial(self._save, job))
-        self._leave(job, state, "")
+        if name in self.jobs:
+            self._leave(job, state, "")
         self._ended.remove(job)
         return job
 
@@ -233,6 +234,9 @@ class Trainer:
 
     def _after_evaluation(self, job: ResidentJob, loss: float) -> None:
         job.eval_loss = loss
+        if not math.isfinite(loss):
+            self._save(job)
+            raise JobError(f"evaluation loss became {loss} at step {job.step}; stopped with that step saved")
         self._trackers[job.name].write({"step": job.step, "epoch": job.epoch, "eval_loss": loss})
         if loss < job.best_loss:
             job.best_loss, job.best_step = loss, job.step
@@ -311,6 +315,7 @@ class Trainer:
 
     def _leave(self, job: ResidentJob, state: State, reason: str) -> None:
         self.supermodel.remove(job.slot)
+        job.state.park()
         del self.jobs[job.name]
         self._trackers.pop(job.name).close(failed=state is State.FAILED)
         self._folders.pop(job.name).close()

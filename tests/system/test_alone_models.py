@@ -93,7 +93,9 @@ def test_peft_model_has_the_same_loss_and_gradients(family: str, checkpointing: 
     trainer._export(mine, "before")
 
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).to(torch.float64)
+    base = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32, attn_implementation="eager").to(
+        torch.float64
+    )
     theirs = (
         peft.PeftModel.from_pretrained(base, tmp_path / "mine" / "before", is_trainable=True).to(torch.float64).eval()
     )

@@ -11,6 +11,7 @@ import toy
 from tlora import checkpoint, trainer
 from tlora.checkpoint import STATE, load_state
 from tlora.errors import CheckpointError
+from tlora.packing import Batch
 from tlora.resident import ResidentJob
 from tlora.tracking import METRICS, read_metrics
 
@@ -106,3 +107,38 @@ def test_an_adapter_that_learnt_nothing_is_not_handed_out(tmp_path: Path, monkey
     toy.finish(work)
     assert job.record.state == "failed"
     assert "every B is zero" in job.record.reason
+
+
+def test_a_pause_that_cannot_be_saved_fails_that_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = toy.Recorder(toy.super_model())
+    job = work.attach(toy.job(tmp_path), toy.data())
+    other = work.attach(toy.job(tmp_path, "other"), toy.data())
+    work.tick()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            trainer, "save_state", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
+        )
+        assert work.detach("a") is job
+    assert job.record.state == "failed"
+    assert "No space left" in job.record.reason
+    toy.finish(work)
+    assert other.record.state == "finished"
+
+
+def test_an_evaluation_that_is_not_finite_ends_that_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = toy.super_model()
+    work = toy.Recorder(model)
+    bad = work.attach(toy.job(tmp_path, "bad", eval_every=2), toy.data(held_out=2))
+    good = work.attach(toy.job(tmp_path, "good", eval_every=2), toy.data(held_out=2))
+    evaluate = model.evaluate
+
+    def with_nan(batch: Batch) -> torch.Tensor:
+        losses = evaluate(batch)
+        losses[[item.slot == bad.slot for item in batch.items]] = float("nan")
+        return losses
+
+    monkeypatch.setattr(model, "evaluate", with_nan)
+    toy.finish(work)
+    assert (bad.record.state, good.record.state) == ("failed", "finished")
+    assert "evaluation loss became nan at step 2" in bad.record.reason
+    assert load_state(bad.spec.folder)[1]["step"] == 2
