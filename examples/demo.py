@@ -199,7 +199,10 @@ def read_samples(name: str, tokenizer: Any) -> list[TokenSequence]:
     """The held-out rows of a skill, with the tokens to be answered marked, EOS included."""
     data = DataSpec(path=str(OUTPUTS / "data" / f"{name}_held_out.jsonl"), max_length=64)
     where = f"held-out {name}"
-    return load_data(data, tokenizer, seed=0, vocab_size=len(tokenizer), max_positions=None, where=where).train
+    samples = load_data(data, tokenizer, seed=0, vocab_size=len(tokenizer), max_positions=None, where=where).train
+    assert len(samples) == NUM_HELD_OUT
+    assert all(sample.ids[sample.is_target][-1] in tokenizer.all_special_ids for sample in samples)
+    return samples
 
 
 @torch.inference_mode()

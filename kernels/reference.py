@@ -104,7 +104,7 @@ def _dropped(x: torch.Tensor, piece: Piece, site: Site, rows: RowTable) -> torch
 
 
 def add_product(grad_PQ: torch.Tensor, left_TP: torch.Tensor, right_TQ: torch.Tensor, scale: float = 1.0) -> None:
-    """grad += scale · leftᵀ right, summed in the gradient's own precision where the inputs have less."""
+    """grad [P, Q] += scale · leftᵀ right, summed in the gradient's own precision where the inputs have less."""
     if left_TP.dtype == grad_PQ.dtype:
         grad_PQ.addmm_(left_TP.T, right_TQ, alpha=scale)
     elif left_TP.is_cuda:
@@ -164,7 +164,7 @@ def linear_cross_entropy(
             add_product(site.grad_a_RK, d_low, x)
             dh += dropped(d_low @ site.a_RK, site, block.step, rows.counters_T[at], rows.training)
         d_hidden_TH[at] = dh
-    return torch.segment_reduce(losses_M, "sum", lengths=loss.counts_S), d_hidden_TH
+    return torch.segment_reduce(losses_M, "sum", lengths=loss.counts_S, unsafe=True), d_hidden_TH
 
 
 def adamw(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
@@ -159,7 +160,7 @@ class AdapterState:
         self.publish()
 
     def park(self) -> None:
-        """Leave the device: what is learnt goes to host memory, what can be made again goes away."""
+        """Leave the device for good: what is learnt goes to host memory, what the kernels need goes away."""
         self.master, self.exp_avg, self.exp_avg_sq = (
             vector.cpu() for vector in (self.master, self.exp_avg, self.exp_avg_sq)
         )
@@ -225,7 +226,12 @@ class AdapterState:
             if keys:
                 raise CheckpointError(f"adapter.init_from: {folder} {what} {len(keys)} weights (first: {min(keys)}).")
         for site in self.layout.sites:
-            theirs = _scale_in(config, site.name)
+            try:
+                theirs = _scale_in(config, site.name)
+            except (TypeError, ValueError, ZeroDivisionError) as error:
+                raise CheckpointError(
+                    f"adapter.init_from: {folder / CONFIG} has no usable rank and alpha: {error}."
+                ) from None
             if abs(theirs - site.scale) > 1e-9 * site.scale:
                 raise CheckpointError(
                     f"adapter.init_from: {site.name} has scale {theirs:g} there; got {site.scale:g} from this "
@@ -250,21 +256,38 @@ def _scale_in(config: Mapping[str, Any], name: str) -> float:
 def export_peft(
     state: AdapterState, folder: Path, base: BaseSpec, linears: Mapping[str, torch.Size], *, trained: bool
 ) -> None:
-    """Write the adapter in PEFT's layout, weights and config each replaced in one rename; nothing asks the network.
+    """Write the adapter in PEFT's layout, config and weights each replaced in one rename; nothing asks the network.
 
-    `trained` says that B must not be all zero any more. Raises CheckpointError if what was written does not read back.
+    `trained` says that B must not be all zero any more. Raises CheckpointError if a weight is not finite, or PEFT would
+    not find in the files, read back, just what this adapter has.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {key: weight.detach().cpu().contiguous().clone() for key, weight in state.weights().items()}
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise CheckpointError(f"{folder}: the adapter has weights that are not finite.")
     if trained and not any(weight.any() for key, weight in weights.items() if key.endswith("lora_B.weight")):
         raise CheckpointError(f"{folder}: every B is zero after training: the adapter would change nothing.")
+    with atomic_path(folder / CONFIG) as path:
+        _peft_config(state, base, linears).save_pretrained(str(path.parent))
+        expected = _peft_shapes(LoraConfig.from_pretrained(str(path.parent)), linears)
     with atomic_path(folder / WEIGHTS) as path:
         save_file(weights, path, metadata={"format": "pt"})
         written = load_file(path)
-        if written.keys() != weights.keys() or not all(torch.equal(written[key], weights[key]) for key in weights):
+        if {key: weight.shape for key, weight in written.items()} != expected:
+            raise CheckpointError(f"{folder}: PEFT would look for other weights than the adapter has.")
+        if not all(torch.equal(written[key], weights[key]) for key in weights):
             raise CheckpointError(f"{folder / WEIGHTS}: does not read back as written; is the disk sound?")
-    with atomic_path(folder / CONFIG) as path:
-        _peft_config(state, base, linears).save_pretrained(str(path.parent))
+
+
+def _peft_shapes(config: LoraConfig, linears: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """Names and shapes of the weights that PEFT, given `config`, would make on a base with these linears."""
+    shapes = {}
+    for name, (outputs, inputs) in linears.items():
+        if check_target_module_exists(config, name):
+            rank = by_pattern(config.rank_pattern or {}, name, config.r)
+            shapes[f"{_PREFIX}{name}.lora_A.weight"] = torch.Size((rank, inputs))
+            shapes[f"{_PREFIX}{name}.lora_B.weight"] = torch.Size((outputs, rank))
+    return shapes
 
 
 def _peft_config(state: AdapterState, base: BaseSpec, linears: Mapping[str, torch.Size]) -> LoraConfig:

@@ -4,12 +4,14 @@
 equivalent. Rows arrive through the model's own keyword arguments as `tlora_rows`.
 """
 
-import inspect
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tlora.errors import ModelError
@@ -43,10 +45,10 @@ def packed_attention(
         )
     if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and not (tlora_rows.per_sequence or softcap):
         return _varlen(query, key, value, tlora_rows, scaling, sliding_window), None
-    outputs = [
-        _attend(q, k, v, scaling, sliding_window, softcap)
-        for q, k, v in zip(*(t.split(tlora_rows.blocks, dim=2) for t in (query, key, value)), strict=True)
-    ]
+    blocks = zip(*(t.split(tlora_rows.blocks, dim=2) for t in (query, key, value)), strict=True)
+    # On a GPU only plain products have a backward pass that gives the same bits twice.
+    with sdpa_kernel(SDPBackend.MATH) if tlora_rows.per_sequence and value.is_cuda else nullcontext():
+        outputs = [_attend(q, k, v, scaling, sliding_window, softcap) for q, k, v in blocks]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
@@ -77,24 +79,13 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     if (groups := q.shape[1] // k.shape[1]) > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"scale": scaling} if "scale" in known else {}
-    if not options and scaling is not None:
-        q = q * (scaling * q.shape[-1] ** 0.5)
-    if "window_size" in known:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is None or max(rows.blocks) <= window:
-        options["is_causal"] = True
-    else:
-        raise ModelError("this torch's varlen attention has no sliding window; want torch 2.11 or later.")
-    longest = max(rows.blocks)
-    output: torch.Tensor = varlen_attn(q, k, v, rows.block_ends_S, rows.block_ends_S, longest, longest, **options)  # type: ignore[assignment]
-    return output.unsqueeze(0)
+    longest, left = max(rows.blocks), -1 if window is None else window - 1
+    ends = rows.block_ends_S
+    output = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))
+    return cast(torch.Tensor, output).unsqueeze(0)
 
 
 def register() -> None:

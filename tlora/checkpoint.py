@@ -93,11 +93,12 @@ class JobFolder:
         lock = (self.path / ".lock").open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             lock.close()
-            raise StateError(
-                f"{self.path}: another process is training into this folder. Choose another output."
-            ) from None
+            if isinstance(error, BlockingIOError):
+                text = f"{self.path}: another process is training into this folder. Choose another output."
+                raise StateError(text) from None
+            raise
         self._lock = lock
         return [left for part in (".", LAST, BEST) for left in remove_incomplete(self.path / part)]
 

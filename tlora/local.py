@@ -9,16 +9,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from tlora.adapter import AdapterLayout
+from tlora.adapter import WEIGHTS, AdapterLayout, AdapterState
 from tlora.base import Outline, default_device, dtype_of
-from tlora.checkpoint import JobFolder
+from tlora.checkpoint import JobFolder, read_meta
 from tlora.data import JobData, load_data, load_tokenizer
-from tlora.errors import DataError, JobError, SpecError, TloraError
+from tlora.errors import DataError, JobError, ModelError, SpecError, TloraError
 from tlora.job import JobRecord, State
 from tlora.memory import Estimate, estimate
 from tlora.resident import ResidentJob, longest_rows
-from tlora.spec import BaseSpec, JobSpec, refuse_clashes
+from tlora.spec import BaseSpec, JobSpec, differences, parse_job, refuse_clashes
 from tlora.supermodel import SuperModel
 from tlora.trainer import Tick, Trainer, TrainerOptions
 
@@ -47,6 +48,9 @@ class Progress:
     resident: ResidentJob | None = None
 
 
+Watch = Callable[[Sequence[Progress], Tick | None], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """How jobs are run on this machine."""
@@ -58,8 +62,9 @@ class RunOptions:
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
 
 
-def prepare(specs: Sequence[JobSpec], options: RunOptions = RunOptions()) -> list[ReadyJob]:
+def prepare(specs: Sequence[JobSpec], options: RunOptions | None = None) -> list[ReadyJob]:
     """Validate every job: model, targets, data, memory. Raises one SpecError that lists the faults of all of them."""
+    options = options or RunOptions()
     refuse_clashes(specs)
     ready: list[ReadyJob] = []
     faults: list[str] = []
@@ -98,6 +103,10 @@ def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOption
     device = torch.device(options.device) if options.device else default_device()
     rows = max(options.trainer.budget_on(device), 2 * longest)
     needs = estimate(outline, layout, rows, dtype_of(spec.base, device), checkpointing=options.checkpointing)
+    if spec.adapter.init_from is not None:
+        AdapterState(layout, spec.adapter, seed=0, device=torch.device("cpu"), dtype=torch.float32).load_peft(
+            spec.adapter.init_from
+        )
     num_steps = ResidentJob.count_steps(spec, len(data.train))
     return ReadyJob(spec, data, layout, outline.match(spec.adapter), num_steps, needs)
 
@@ -112,23 +121,33 @@ def by_base(specs: Sequence[JobSpec]) -> dict[BaseSpec, list[JobSpec]]:
 
 def train(
     jobs: Sequence[ReadyJob],
-    options: RunOptions = RunOptions(),
+    options: RunOptions | None = None,
     *,
-    watch: Callable[[Sequence[Progress], Tick | None], None] = lambda progress, tick: None,
+    watch: Watch = lambda progress, tick: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Progress]:
     """Train jobs to their ends, those on one base together. A job that fails says why in its record; the others go on.
 
     `watch` is called after every tick. Once `stopped` says so, each running job is saved and paused at the tick's end.
+    With `resume`, jobs that had finished are left alone.
     """
+    options = options or RunOptions()
     if not options.resume:
         refuse_saved([job.spec for job in jobs])
     progress = {job.spec.name: Progress(job.spec, JobRecord(job.spec.name)) for job in jobs}
-    for base, members in by_base([job.spec for job in jobs]).items():
-        names = {spec.name for spec in members}
-        group = [job for job in jobs if job.spec.name in names]
-        if not stopped():
-            _train_group(base, group, options, progress, watch, stopped)
+    for job in jobs:
+        if options.resume and _has_finished(job):
+            progress[job.spec.name].record = JobRecord(job.spec.name, State.FINISHED)
+    for base, specs in by_base([job.spec for job in jobs]).items():
+        names = {spec.name for spec in specs if progress[spec.name].record.state is State.QUEUED}
+        waiting = [job for job in jobs if job.spec.name in names]
+        if not waiting or stopped():
+            continue
+        try:
+            _train_group(base, waiting, options, progress, watch, stopped)
+        except ModelError as error:
+            for name in names:
+                _fail(progress[name].record, error)
     return list(progress.values())
 
 
@@ -145,12 +164,25 @@ def refuse_saved(specs: Sequence[JobSpec]) -> None:
         )
 
 
+def _has_finished(job: ReadyJob) -> bool:
+    """Whether the job's folder holds its last state and its adapter; what is unsound there, `attach` refuses."""
+    folder = job.spec.folder
+    if not (JobFolder(folder).has_state and (folder / WEIGHTS).exists()):
+        return False
+    try:
+        meta = read_meta(folder)
+        same = not differences(parse_job(meta["spec"]), job.spec)
+    except (SpecError, SafetensorError, OSError, ValueError, KeyError, TypeError):
+        return False
+    return same and meta.get("step") == job.num_steps and not meta.get("evaluating")
+
+
 def _train_group(
     base: BaseSpec,
     jobs: Sequence[ReadyJob],
     options: RunOptions,
     progress: dict[str, Progress],
-    watch: Callable[[Sequence[Progress], Tick | None], None],
+    watch: Watch,
     stopped: Callable[[], bool],
 ) -> None:
     tokenizer = load_tokenizer(base)
@@ -161,18 +193,23 @@ def _train_group(
     for job in jobs:
         seen = progress[job.spec.name]
         try:
-            seen.resident = trainer.attach(job.spec, job.data, resume=options.resume, record=seen.record)
-            tokenizer.save_pretrained(job.spec.folder)
+            seen.resident = trainer.attach(
+                job.spec, job.data, resume=options.resume, record=seen.record, tokenizer=tokenizer
+            )
         except (TloraError, OSError) as error:
-            log.error("job %s: %s", job.spec.name, error)
-            if seen.resident is not None:
-                trainer.detach(job.spec.name, state=State.FAILED, keep=False)
-            seen.record.to(State.FAILED, str(error))
-    watch(list(progress.values()), None)
-    while trainer.jobs and not stopped():
-        watch(list(progress.values()), trainer.tick())
-    for name in list(trainer.jobs):
-        trainer.detach(name)
+            _fail(seen.record, error)
+    try:
+        watch(list(progress.values()), None)
+        while trainer.jobs and not stopped():
+            watch(list(progress.values()), trainer.tick())
+    finally:  # stopped, or an error that no job is to blame for: nothing that was learnt is lost
+        for name in list(trainer.jobs):
+            trainer.detach(name)
+
+
+def _fail(record: JobRecord, error: Exception) -> None:
+    log.error("job %s: %s", record.name, error)
+    record.to(State.FAILED, str(error))
 
 
 def _fitting(options: RunOptions, jobs: Sequence[ReadyJob], device: torch.device) -> TrainerOptions:

@@ -3,10 +3,12 @@
 A record that the trainer reads and moves on. Everything here is a function of the job's own seed and step.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +29,19 @@ class Phase(StrEnum):
 class ResidentJob:
     """A job attached to a trainer."""
 
-    def __init__(self, spec: JobSpec, data: JobData, state: AdapterState, record: JobRecord, *, per_sequence: bool):
+    def __init__(
+        self,
+        spec: JobSpec,
+        data: JobData,
+        state: AdapterState,
+        record: JobRecord,
+        tokenizer: Any = None,
+        *,
+        per_sequence: bool,
+    ):
         self.spec, self.data, self.state, self.record = spec, data, state, record
-        self.per_sequence = per_sequence
+        self.tokenizer, self.per_sequence = tokenizer, per_sequence
+        self.digest = digest(data)
         self.slot = -1
         self.steps_per_epoch = math.ceil(len(data.train) / spec.batch_size)
         self.num_steps = self.count_steps(spec, len(data.train))
@@ -37,7 +49,7 @@ class ResidentJob:
         """Optimizer steps taken."""
         self.tokens = 0
         """Tokens trained on so far."""
-        self.best_loss, self.best_step = math.inf, -1
+        self.best_loss = math.inf
         self.loss = self.eval_loss = math.nan
         self.seconds_per_step = math.nan
         self.tokens_per_s = math.nan
@@ -45,6 +57,7 @@ class ResidentJob:
         self.credit = 0.0
         self.step_began_s = math.nan
         self._items: list[Item] = []
+        self._rows: list[int] = []
         self._next = 0
         self._losses = torch.empty(0)
         self._order = -1, np.empty(0, np.int64)
@@ -69,11 +82,11 @@ class ResidentJob:
     @property
     def pending_rows(self) -> list[int]:
         """Rows of each sequence that this step, or evaluation, has still to send."""
-        return [rows_of(item.sequence, self.per_sequence) for item in self._items[self._next :]]
+        return self._rows[self._next :]
 
     @property
     def step_rows(self) -> int:
-        return sum(rows_of(item.sequence, self.per_sequence) for item in self._items)
+        return sum(self._rows)
 
     @property
     def step_tokens(self) -> int:
@@ -93,6 +106,7 @@ class ResidentJob:
             Item(self.slot, self.step, position, counter, weight, sequence)
             for position, (sequence, counter) in enumerate(zip(sequences, counters, strict=False))
         ]
+        self._rows = [rows_of(sequence, self.per_sequence) for sequence in sequences]
         self.phase, self._next, self.step_began_s = phase, 0, now_s
         wide = self.state.master
         self._losses = torch.zeros(len(self._items), dtype=wide.dtype, device=wide.device)
@@ -134,3 +148,14 @@ class ResidentJob:
 def longest_rows(data: JobData, per_sequence: bool) -> int:
     """Rows that a job's longest sequence takes in a tick."""
     return max(rows_of(sequence, per_sequence) for sequence in chain(data.train, data.eval))
+
+
+def digest(data: JobData) -> str:
+    """A fingerprint of a job's sequences: what a resumed job must find again."""
+    total = hashlib.sha256()
+    for part in (data.train, data.eval):
+        total.update(len(part).to_bytes(8, "little"))
+        for sequence in part:
+            total.update(sequence.ids.tobytes())
+            total.update(sequence.is_target.tobytes())
+    return total.hexdigest()[:16]

@@ -1,7 +1,7 @@
 """What a user asks for: a job as YAML, checked once, at the edge.
 
 Called by the command line and by Python users, who build the same classes. Knows field rules only: whether a model
-can be reached, targets match or data can be read is for `tlora.check`. Defaults and meanings are those of PEFT and
+can be reached, targets match or data can be read is for `tlora.local`. Defaults and meanings are those of PEFT and
 transformers.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -54,6 +54,12 @@ Pattern = Annotated[str, Field(min_length=1), AfterValidator(_regex)]
 
 class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, values: Any) -> Any:
+        """A section with nothing below its name is null in YAML."""
+        return {} if values is None else values
 
 
 class BaseSpec(_Spec):
@@ -123,10 +129,6 @@ class AdapterSpec(_Spec):
     init_from: str | None = None
     """Folder of a PEFT adapter to start from."""
 
-    @property
-    def max_rank(self) -> int:
-        return max([self.rank, *self.rank_pattern.values()])
-
 
 class OptimSpec(_Spec):
     """AdamW with float32 states, and clipping by the job's own gradient norm."""
@@ -134,7 +136,8 @@ class OptimSpec(_Spec):
     lr: NotNegative = 5e-5
     weight_decay: NotNegative = 0.0
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: Positive = 1e-8
+    eps: Annotated[Number, Field(ge=1e-30, allow_inf_nan=False)] = 1e-8
+    """Near float32's smallest numbers it could round to 0, and a weight without a gradient become 0 / 0."""
     max_grad_norm: NotNegative = 1.0
     """0 leaves gradients unclipped."""
     loraplus_ratio: Positive = 1.0
@@ -243,20 +246,29 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     Raises SpecError, one line per fault, each with the file, the dotted path, what was got and what is wanted.
     """
     path = Path(path)
+    if path.is_dir():
+        raise SpecError(f"{path}: is a folder; want a job file, as in {path}/*.yaml.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: cannot be read: {error}") from None
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SpecError(f"{path}: is no YAML: {' '.join(str(error).split())}") from None
+        values = _parse_yaml(text)
+    except ValueError as error:
+        raise SpecError(f"{path}: is no YAML: {error}.") from None
     if not isinstance(values, dict):
-        raise SpecError(f"{path}: got {_show(values)}; want a mapping with at least 'base' and 'data'.")
+        got = "nothing" if values is None else _show(values)
+        raise SpecError(f"{path}: got {got}; want a mapping with at least 'base' and 'data'.")
     for override in overrides:
         _override(values, override)
     values.setdefault("name", path.stem)
-    return parse_job(values, where=str(path))
+    spec = parse_job(values, where=str(path))
+    if spec.eval_every and not spec.data.has_evaluation:
+        raise SpecError(
+            f"{path}: eval_every = {spec.eval_every}: the job names no evaluation rows. Set data.eval_fraction, "
+            "data.eval_split or data.eval_path, or remove eval_every."
+        )
+    return spec
 
 
 def parse_job(values: Mapping[str, Any], where: str = "job") -> JobSpec:
@@ -287,18 +299,46 @@ def refuse_clashes(specs: Sequence[JobSpec]) -> None:
                 )
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """YAML whose keys are given once (PyYAML keeps the last), and whose dates are text, as in a job's name."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, form) for tag, form in forms if tag != "tag:yaml.org,2002:timestamp"]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            if (key.tag, key.value) in seen:
+                raise ValueError(f"key '{key.value}' is given twice, line {key.start_mark.line + 1}")
+            seen.add((key.tag, key.value))
+        return node
+
+
+def _parse_yaml(text: str) -> Any:
+    """What a text means in YAML. Raises ValueError of one line; so does PyYAML, for a number or date that is none."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
 def _override(values: dict[str, Any], text: str) -> None:
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
         raise SpecError(f"--set {text}: want key=value, such as optim.lr=1e-4.")
     *parents, last = key.strip().split(".")
     for parent in parents:
-        values = values.setdefault(parent, {})
+        if values.get(parent) is None:
+            values[parent] = {}
+        values = values[parent]
         if not isinstance(values, dict):
             raise SpecError(f"--set {text}: '{parent}' has no fields.")
     try:
-        values[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
+        values[last] = _parse_yaml(value)
+    except ValueError:
         values[last] = value
 
 
@@ -310,7 +350,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield _unknown_key(path)
         elif fault["type"] == "missing":
             yield f"'{path}' is missing. {_describe(path)}".rstrip()
-        elif fault["type"] == "value_error" and len(fault["loc"]) == 1:  # of a section as a whole
+        elif fault["type"] == "value_error" and len(fault["loc"]) == 1 and isinstance(got, dict):  # a section's
             yield f"{path}: {_want(fault)}."
         elif fault["type"] == "invalid_key":
             yield f"key {got!r}: want a string. Put it in quotes."

@@ -8,6 +8,7 @@ import logging
 import math
 import secrets
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 
 from tlora.errors import TloraError
@@ -16,6 +17,7 @@ from tlora.spec import JobSpec
 
 log = logging.getLogger("tlora")
 METRICS = "metrics.jsonl"
+_PATIENCE_S = 60
 
 
 class _Sink(Protocol):
@@ -24,11 +26,13 @@ class _Sink(Protocol):
 
 
 class _Jsonl:
-    """One line a row; on resume, rows past the saved step are taken back, for they will be measured again."""
+    """One line a row; on resume, rows past the saved step are taken back, for they will be measured again, and so is
+    that step's evaluation if it was under way."""
 
-    def __init__(self, path: Path, step: int):
+    def __init__(self, path: Path, step: int, evaluating: bool):
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            kept = [line for line in lines if _is_measured(line, step, evaluating)]
             with atomic_path(path) as temporary:
                 temporary.write_text("".join(line + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
@@ -44,7 +48,7 @@ class _Jsonl:
 
 
 class _Wandb:
-    """A run of its own in this process. Its x axis is our own step, so it never goes backwards after a resume."""
+    """A run of its own in this process. Its steps are the job's own: W&B drops what a resumed job measures again."""
 
     def __init__(self, spec: JobSpec, run_id: str, folder: Path):
         import wandb
@@ -62,24 +66,29 @@ class _Wandb:
             mode=tracking.wandb,
             dir=str(folder),
             config=spec.model_dump(),
-            settings=wandb.Settings(console="off", silent=True),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=_PATIENCE_S, login_timeout=_PATIENCE_S),
         )
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: dict[str, Any]) -> None:
-        self._run.log(row)
+        self._run.log(row, step=row["step"])
 
     def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+        """Upload what is left; a slow network holds the neighbours up for a bounded time."""
+        ending = Thread(target=self._run.finish, kwargs={"exit_code": int(failed)}, daemon=True)
+        ending.start()
+        ending.join(_PATIENCE_S)
+        if ending.is_alive():
+            raise TimeoutError(f"it could not be finished within {_PATIENCE_S} s")
 
 
 class Tracker:
     """The sinks of one job. `run_id` names its W&B run, and goes into its checkpoints."""
 
-    def __init__(self, spec: JobSpec, folder: Path, *, step: int, run_id: str | None):
+    def __init__(self, spec: JobSpec, folder: Path, *, step: int, evaluating: bool = False, run_id: str | None):
         self.name, self.run_id = spec.name, run_id or secrets.token_hex(8)
         self._sinks: list[_Sink] = []
-        self._open(lambda: _Jsonl(folder / METRICS, step))
+        self._open(lambda: _Jsonl(folder / METRICS, step, evaluating))
         if spec.tracking.wandb != "disabled":
             self._open(lambda: _Wandb(spec, self.run_id, folder))
 
@@ -118,8 +127,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _step_of(line: str) -> int | None:
+def _is_measured(line: str, step: int, evaluating: bool) -> bool:
+    """Whether a line holds what a job saved at `step` will not measure again."""
     try:
-        return int(json.loads(line)["step"])
+        row = json.loads(line)
+        at = int(row["step"])
     except (ValueError, KeyError, TypeError):
-        return None
+        return False
+    return at < step or (at == step and not (evaluating and "eval_loss" in row))

@@ -5,14 +5,13 @@ A *tick* is one forward and backward of this worker over at most its token budge
 computes depends on its own seed and step alone; what is dealt beside it decides only when.
 """
 
-import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import yaml
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 
 from tlora import environment, nanobatch
 from tlora.adapter import AdapterState, export_peft
-from tlora.checkpoint import BEST, JobFolder, load_state, save_state
+from tlora.checkpoint import BEST, STATE, JobFolder, load_state, read_meta, save_state
 from tlora.data import JobData
 from tlora.dealing import Claim, deal
 from tlora.errors import CheckpointError, JobError, StateError, TloraError
@@ -75,12 +74,17 @@ class Trainer:
         self._turn = 0
         self._phase = Phase.EVALUATING
 
-    # ---- a job comes and goes
-
     def attach(
-        self, spec: JobSpec, data: JobData, *, resume: bool = False, record: JobRecord | None = None
+        self,
+        spec: JobSpec,
+        data: JobData,
+        *,
+        resume: bool = False,
+        record: JobRecord | None = None,
+        tokenizer: Any = None,
     ) -> ResidentJob:
-        """Take a job in, from its saved state if `resume` and there is one. It joins at the next tick.
+        """Take a job in, from its saved state if `resume` and there is one. It joins at the next tick; `tokenizer` is
+        saved beside its adapters.
 
         Raises TloraError, and leaves everything as it was, if it cannot join: its name or folder is taken, its state is
         damaged or another job's, its targets match nothing, its longest sequence is longer than a tick.
@@ -95,7 +99,7 @@ class Trainer:
             dtype=self.supermodel.dtype,
         )
         record = record or JobRecord(spec.name)
-        job = ResidentJob(spec, data, state, record, per_sequence=self.supermodel.deterministic)
+        job = ResidentJob(spec, data, state, record, tokenizer, per_sequence=self.supermodel.deterministic)
         longest = longest_rows(data, self.supermodel.deterministic)
         if longest > self.token_budget:
             raise JobError(
@@ -115,28 +119,27 @@ class Trainer:
         record.to(State.ATTACHING)
         job.slot = self.supermodel.place(state)
         self.jobs[spec.name], self._folders[spec.name] = job, folder
-        self._trackers[spec.name] = Tracker(spec, spec.folder, step=job.step, run_id=run_id)
+        evaluating = job.phase is Phase.EVALUATING
+        self._trackers[spec.name] = Tracker(spec, spec.folder, step=job.step, evaluating=evaluating, run_id=run_id)
         record.to(State.RUNNING)
-        begin = self._evaluate_or_settle if job.phase is Phase.EVALUATING else self._go_on
+        begin = self._evaluate_or_settle if evaluating else self._go_on
         self._guard(job, partial(begin, job))
         return job
 
-    def detach(self, name: str, *, state: State = State.PAUSED, keep: bool = True) -> ResidentJob:
+    def detach(self, name: str, *, state: State = State.PAUSED, reason: str = "", keep: bool = True) -> ResidentJob:
         """Take a job out between ticks; with `keep`, its exact state is saved first, without the step in flight."""
         job = self.jobs[name]
         if keep:
             self._guard(job, partial(self._save, job))
         if name in self.jobs:
-            self._leave(job, state, "")
+            self._leave(job, state, reason)
         self._ended.remove(job)
         return job
-
-    # ---- the main path
 
     def tick(self) -> Tick:
         """One forward and backward (or evaluation) over sequences of all residents, then the steps it completes."""
         began_s = time.perf_counter()
-        with self._threads():
+        with self.supermodel.threads():
             phase, dealt = self._deal()
             for items in nanobatch.cut(dealt, self.options.nano_batches, self._work):
                 self._send(items, phase)
@@ -202,9 +205,7 @@ class Trainer:
         rate = learning_rate(job.spec.optim, job.spec.schedule, job.step, job.num_steps)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = f"loss became {loss}" if not math.isfinite(loss) else f"gradient norm became {norm}"
-            job.state.grad.zero_()
-            self._save(job)
-            raise JobError(f"{what} at step {job.step + 1}; stopped at its last good checkpoint, step {job.step}")
+            raise self._no_longer_finite(job, f"{what} at step {job.step + 1}")
         job.measure_step(loss, now_s)
         job.step += 1
         job.tokens += job.step_tokens
@@ -235,11 +236,10 @@ class Trainer:
     def _after_evaluation(self, job: ResidentJob, loss: float) -> None:
         job.eval_loss = loss
         if not math.isfinite(loss):
-            self._save(job)
-            raise JobError(f"evaluation loss became {loss} at step {job.step}; stopped with that step saved")
+            raise self._no_longer_finite(job, f"evaluation loss became {loss} at step {job.step}")
         self._trackers[job.name].write({"step": job.step, "epoch": job.epoch, "eval_loss": loss})
         if loss < job.best_loss:
-            job.best_loss, job.best_step = loss, job.step
+            job.best_loss = loss
             self._export(job, BEST)
         self._settle(job)
 
@@ -257,17 +257,26 @@ class Trainer:
         else:
             job.begin(Phase.TRAINING, time.perf_counter())
 
-    # ---- saving and ending
+    def _no_longer_finite(self, job: ResidentJob, what: str) -> JobError:
+        """Save the job while its weights are still good, and say where it stopped."""
+        trouble = ""
+        try:
+            self._save(job)
+        except (TloraError, OSError) as error:
+            trouble = f" ({error})"
+        kept = f"step {read_meta(job.spec.folder)['step']}" if (job.spec.folder / STATE).exists() else "none"
+        return JobError(f"{what}; stopped at its last good checkpoint, {kept}{trouble}")
 
     def _save(self, job: ResidentJob) -> None:
+        if not torch.isfinite(job.state.master).all():
+            raise JobError(f"its weights are no longer finite at step {job.step}")
         meta = {
             "spec": job.spec.model_dump(mode="json"),
             "step": job.step,
             "tokens": job.tokens,
             "evaluating": job.phase is Phase.EVALUATING,
             "best_loss": job.best_loss,
-            "best_step": job.best_step,
-            "data": digest(job.data),
+            "data": job.digest,
             "dtype": str(self.supermodel.dtype),
             "run_id": self._trackers[job.name].run_id,
             "environment": environment.describe(),
@@ -289,20 +298,22 @@ class Trainer:
         if changed:
             raise CheckpointError(f"job {job.name}: {folder.path} was saved with other settings: {'; '.join(changed)}.")
         for what, saved, mine in (
-            ("data", meta["data"], digest(job.data)),
+            ("data", meta["data"], job.digest),
             ("base precision", meta["dtype"], str(self.supermodel.dtype)),
         ):
             if saved != mine:
                 raise CheckpointError(f"job {job.name}: its {what} changed since it was saved: {saved} was, {mine} is.")
         job.state.load(tensors)
         job.step, job.tokens = meta["step"], meta["tokens"]
-        job.best_loss, job.best_step = meta["best_loss"], meta["best_step"]
+        job.best_loss = meta["best_loss"]
         job.phase = Phase.EVALUATING if meta["evaluating"] else Phase.TRAINING
         return str(meta["run_id"])
 
     def _export(self, job: ResidentJob, part: str) -> None:
-        trained = job.spec.optim.lr > 0.0 and job.step > 1
-        export_peft(job.state, job.spec.folder / part, job.spec.base, self.supermodel.outline.linears, trained=trained)
+        folder, trained = job.spec.folder / part, job.spec.optim.lr > 0.0 and job.step > 1
+        export_peft(job.state, folder, job.spec.base, self.supermodel.outline.linears, trained=trained)
+        if job.tokenizer is not None and not (folder / "tokenizer_config.json").exists():
+            job.tokenizer.save_pretrained(folder)
 
     def _guard(self, job: ResidentJob, action: Callable[[], None]) -> None:
         """What goes wrong for one job ends that job, with its reason; the others go on."""
@@ -321,25 +332,3 @@ class Trainer:
         self._folders.pop(job.name).close()
         job.record.to(state, reason)
         self._ended.append(job)
-
-    @contextmanager
-    def _threads(self) -> Iterator[None]:
-        """One intra-op thread where bits must not depend on how a product is split."""
-        count = torch.get_num_threads()
-        if self.supermodel.deterministic:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(count)
-
-
-def digest(data: JobData) -> str:
-    """A fingerprint of a job's sequences: what a resumed job must find again."""
-    total = hashlib.sha256()
-    for part in (data.train, data.eval):
-        total.update(len(part).to_bytes(8, "little"))
-        for sequence in part:
-            total.update(sequence.ids.tobytes())
-            total.update(sequence.is_target.tobytes())
-    return total.hexdigest()[:16]

@@ -72,8 +72,8 @@ def test_alone_rows_that_belong_to_nobody_change_nothing(tmp_path: Path, monkeyp
     """6: garbage in the rows that round a batch up spread as 0 × NaN."""
     model, rows = toy.super_model(torch.float64), toy.data(6, seed=8, high=30)
     plain = toy.alone(model, toy.job(tmp_path), rows)
-    empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(float("nan")))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: empty(*size, **kwargs).fill_(float("nan")))
     padded = toy.alone(model, toy.job(tmp_path), rows, "padded", round_to=128)
     assert torch.isfinite(padded.master).all()
     assert toy.off(padded.master, plain.master) < 1e-8
@@ -119,21 +119,20 @@ def test_alone_checkpointed_layers_draw_the_same_masks(dtype: torch.dtype, tmp_p
 def test_alone_neighbours_that_alternate_keep_to_themselves(tmp_path: Path) -> None:
     """11: adding a second adapter changed which one trained."""
     model = toy.super_model(torch.float32, deterministic=True)
-    specs = [toy.job(tmp_path, name, steps=4, seed=n) for n, name in enumerate("ab")]
-    rows = [toy.data(9, seed=n) for n in range(2)]
-    trainer = toy.Recorder(model)
-    for turn in range(4):  # 2 steps of a, 2 of b, 2 of a, 2 of b
-        which = turn % 2
-        job = trainer.attach(specs[which], rows[which], resume=True)
-        for _ in range(2):
-            trainer.tick()
-        if not job.is_done:
-            trainer.detach(job.name)
-        assert not trainer.jobs
-        if turn >= 2:
-            solo = toy.alone(model, specs[which], rows[which])
-            assert torch.equal(job.state.master, solo.master)
-            assert [row["loss"] for row in read_metrics(job.spec.folder)] == solo.losses
+    specs = [toy.job(tmp_path, name, steps=6, seed=n, batch_size=2) for n, name in enumerate("ab")]
+    rows = [toy.data(8, seed=n, low=24, high=24) for n in range(2)]
+    trainer = toy.Recorder(model, token_budget=64)  # one step of one job fills a tick: they take turns while resident
+    jobs = [trainer.attach(spec, data) for spec, data in zip(specs, rows, strict=True)]
+    order = []
+    while trainer.jobs:
+        before = [job.step for job in jobs]
+        trainer.tick()
+        order += [job.name for job, step in zip(jobs, before, strict=True) if job.step > step]
+    assert [sorted(order[at : at + 2]) for at in range(0, 12, 2)] == [["a", "b"]] * 6
+    for job, spec, data in zip(jobs, specs, rows, strict=True):
+        solo = toy.alone(model, spec, data)
+        assert torch.equal(job.state.master, solo.master)
+        assert [row["loss"] for row in read_metrics(spec.folder)] == solo.losses
 
 
 def test_alone_names_and_folders_are_not_taken_twice(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OPTConfig,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
@@ -56,6 +58,18 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=6),
     "phi": PhiConfig(**{**SHAPE, "hidden_size": 48}, resid_pdrop=0.2, embd_pdrop=0.1),
     "phi3": Phi3Config(**{**SHAPE, "hidden_size": 40}),
+    "opt-dropout": OPTConfig(
+        vocab_size=toy.VOCAB,
+        hidden_size=40,
+        ffn_dim=50,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=40,
+        dropout=0.4,
+        attention_dropout=0.2,
+        init_std=0.2,
+    ),
 }
 
 
@@ -119,6 +133,35 @@ def test_peft_model_has_the_same_loss_and_gradients(family: str, checkpointing: 
         for letter, part in zip("AB", site.views(gradient), strict=True):
             want = parameters[f"base_model.model.{site.name}.lora_{letter}.default.weight"].grad
             assert toy.off(part, want) < 1e-5, (site.name, letter)
+
+
+def test_alone_model_keeps_only_layer_inputs_when_checkpointing(tmp_path: Path) -> None:
+    """What a test of equal gradients could not see: that layers do run again, and only while training."""
+    counts = []
+    for checkpointing in (False, True):
+        model = toy.super_model(checkpointing=checkpointing)
+        trainer = toy.Recorder(model)
+        trainer.attach(toy.job(tmp_path / str(checkpointing)), toy.data(8, held_out=2))
+        forwards: list[object] = []
+        model.model.model.layers[1].input_layernorm.register_forward_hook(lambda *args, seen=forwards: seen.append(1))
+        trainer.tick()
+        counts.append(len(forwards))
+    assert counts == [1, 2]
+
+
+def test_alone_model_with_a_noisy_router_is_quiet_here(tmp_path: Path) -> None:
+    """Its experts' products run over the rows of all jobs: equal to rounding, and refused where bits are asked for."""
+    shape = {**SHAPE, "hidden_size": 48, "intermediate_size": 64}
+    config = MixtralConfig(**shape, num_local_experts=2, router_jitter_noise=0.3)
+    model = toy.super_model(model=config)
+    spec, rows = toy.job(tmp_path, "mine", steps=3), toy.data(9, seed=1, low=8)
+    trainer = toy.Recorder(model)
+    mine = trainer.attach(spec, rows)
+    trainer.attach(toy.job(tmp_path, "beside"), toy.data(11))
+    toy.finish(trainer)
+    assert toy.Result.of(trainer, mine).losses == pytest.approx(toy.alone(model, spec, rows).losses, rel=1e-5)
+    with pytest.raises(ModelError, match="without the deterministic mode"):
+        toy.super_model(model=config, deterministic=True)
 
 
 def test_alone_model_refuses_what_packing_would_change() -> None:

@@ -5,17 +5,24 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 import toy
+from rich.console import Console
+from rich.console import Console as Screen
 from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlora.cli import main
+from tlora.console import LiveTable, print_preview
+from tlora.job import JobRecord, State
+from tlora.local import Progress
 from tlora.tracking import read_metrics
 
 Tlora = Callable[..., str]
@@ -127,9 +134,10 @@ def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, tlora: Tlora, d
         "steps=80",
     ]
     child = subprocess.Popen(command, cwd=desk, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    metrics = desk / "outputs/small/metrics.jsonl"
+    metrics, deadline_s = desk / "outputs/small/metrics.jsonl", time.monotonic() + 120
     while child.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-        pass
+        assert time.monotonic() < deadline_s, "no step was taken"
+        time.sleep(0.02)
     child.send_signal(number)
     said, _ = child.communicate(timeout=120)
     assert child.returncode == 130, said
@@ -168,9 +176,106 @@ def test_every_faulty_job_is_named_at_once(tlora: Tlora, desk: Path) -> None:
     assert "small.yaml: batch_size = 0: want at least 1." in output
 
 
+def test_set_is_for_every_file_wherever_it_stands(tlora: Tlora, desk: Path) -> None:
+    for arguments in (
+        ["small.yaml", "large.yaml", "--set", "steps=3"],
+        ["--set", "steps=3", "small.yaml", "large.yaml"],
+    ):
+        assert tlora("check", *arguments).count("steps     3 of 4 sequences") == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["small.yaml", "./small.yaml"], "small.yaml: is given twice. Name each job file once."),
+        (["outputs"], "outputs: is a folder; want a job file, as in outputs/*.yaml."),
+        (["absent.yaml"], "absent.yaml: cannot be read: [Errno 2] No such file or directory: 'absent.yaml'"),
+        (["empty.yaml"], "empty.yaml: got nothing; want a mapping with at least 'base' and 'data'."),
+        (["list.yaml"], "list.yaml: got ['a']; want a mapping with at least 'base' and 'data'."),
+    ],
+)
+def test_a_file_that_is_no_job_has_one_line(files: list[str], said: str, tlora: Tlora, desk: Path) -> None:
+    (desk / "outputs").mkdir()
+    (desk / "empty.yaml").touch()
+    (desk / "list.yaml").write_text("- a\n")
+    assert tlora("check", *files, code=2) == f"{said}\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("gpu", "--device gpu: want cpu, cuda or cuda:N."),
+        ("", "--device : want cpu, cuda or cuda:N."),
+        ("cpu:1", "--device cpu:1: want cpu, cuda or cuda:N."),
+        ("meta", "--device meta: want cpu, cuda or cuda:N."),
+        ("cuda:99", f"--device cuda:99: torch sees {torch.cuda.device_count()} GPUs here. Want"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_device_that_is_none_has_one_line(command: str, device: str, said: str, tlora: Tlora, desk: Path) -> None:
+    output = tlora(command, "small.yaml", "--device", device, code=2)
+    assert output.startswith(said)
+    assert output.count("\n") == 1
+    assert "adapter.rank" in tlora(command, "small.yaml", "--set", "adapter.rank=0", "--device", device, code=2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "it is quantised (fp8). Quantised bases are not supported"),
+        ({"quantization_config": {"load_in_4bit": True}}, "it is quantised. Quantised bases are not supported"),
+        ({"attention_chunk_size": 8}, "its attention is cut into chunks of 8 tokens, which packed sequences would"),
+    ],
+)
+def test_a_base_that_cannot_be_trained_is_refused(
+    setting: dict[str, object], said: str, tlora: Tlora, desk: Path, base: Path
+) -> None:
+    folder = desk / "unfit"
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    config = json.loads((base / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **setting}))
+    assert f"job small: base.model = 'unfit': {said}" in tlora(
+        "check", "small.yaml", "--set", "base.model=unfit", code=2
+    )
+
+
+def test_training_outlives_its_reader(desk: Path) -> None:
+    command = [sys.executable, "-m", "tlora", "train", "--tokens", "64", "small.yaml", "large.yaml"]
+    child = subprocess.Popen(command, cwd=desk, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.close()
+    _, said = child.communicate(timeout=120)
+    assert (child.returncode, said) == (0, b"")
+    for name in ("small", "large"):
+        assert read_metrics(desk / "outputs" / name)[-1]["step"] == 6
+
+
+class _Full(StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_output_that_cannot_be_written_ends_nothing(desk: Path, is_terminal: bool) -> None:
+    seen = Progress(toy.job(desk), JobRecord("a", State.QUEUED))
+    console = Screen(file=_Full(), force_terminal=is_terminal)
+    with LiveTable(console) as table:
+        table.show([seen], None)
+        table.show([seen], None)
+    console.print("more")
+
+
+def test_preview_marks_targets_without_colour(base: Path) -> None:
+    for no_color in (True, False):
+        shown = StringIO()
+        console = Console(file=shown, force_terminal=True, color_system="standard", no_color=no_color)
+        print_preview(console, toy.sequences(1), AutoTokenizer.from_pretrained(base))
+        assert ("⟦" in shown.getvalue()) == no_color
+
+
 def test_a_bad_yaml_never_loads_torch(desk: Path) -> None:
     code = (
-        "import sys; sys.argv = ['tlora', 'check', 'small.yaml', '--set', 'adapter.rank=0']\n"
+        "import sys; sys.argv = ['tlora', 'check', 'small.yaml', '--device', 'cuda', '--set', 'adapter.rank=0']\n"
         "from tlora.cli import main\n"
         "try: main()\n"
         "except SystemExit as end: assert end.code == 2, end.code\n"

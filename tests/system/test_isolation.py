@@ -28,7 +28,7 @@ def poison_gradient(job: ResidentJob) -> None:
 def test_a_job_that_is_no_longer_finite_ends_alone(poison: Callable[[ResidentJob], None], tmp_path: Path) -> None:
     model = toy.super_model(torch.float32, deterministic=True)
     work = toy.Recorder(model, token_budget=128)
-    bad = work.attach(toy.job(tmp_path, "bad", steps=9), toy.data(10, seed=1))
+    bad = work.attach(toy.job(tmp_path, "bad", steps=9, save_every=3), toy.data(10, seed=1))
     good = work.attach(toy.job(tmp_path, "good", steps=9), toy.data(10, seed=2))
     while bad.step < 3:
         work.tick()
@@ -36,8 +36,9 @@ def test_a_job_that_is_no_longer_finite_ends_alone(poison: Callable[[ResidentJob
     toy.finish(work)
     assert bad.record.state == "failed"
     assert "at step 4; stopped at its last good checkpoint, step 3" in bad.record.reason
-    _, meta = load_state(bad.spec.folder)
+    tensors, meta = load_state(bad.spec.folder)
     assert meta["step"] == 3
+    assert all(vector.isfinite().all() for vector in tensors.values())
     solo = toy.alone(model, good.spec, toy.data(10, seed=2))
     assert torch.equal(toy.Result.of(work, good).master, solo.master)
     assert toy.Result.of(work, good).losses == solo.losses

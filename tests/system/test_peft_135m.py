@@ -10,6 +10,7 @@ import toy
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from examples import demo
+from tlora.adapter import AdapterState
 from tlora.local import by_base, prepare
 from tlora.packing import Item, pack
 from tlora.spec import parse_job
@@ -22,10 +23,10 @@ STEPS = 4
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The demo's model and data, in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
+    folder = demo.prepare_base()
     for name in demo.SKILLS:
-        demo.prepare_base()
         demo.write_rows(name)
-    return demo.prepare_base()
+    return folder
 
 
 def test_peft_trains_the_same_real_job(base: Path, tmp_path: Path) -> None:
@@ -78,7 +79,9 @@ def test_peft_trains_the_same_real_job(base: Path, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     exported = peft.PeftModel.from_pretrained(plain, mine.spec.folder).eval()
     sequence = mine.data.train[0]
-    slot = model.place(job.state)
+    state = AdapterState(job.state.layout, job.spec.adapter, seed=0, device=model.device, dtype=model.dtype)
+    state.load(job.state.tensors())
+    slot = model.place(state)
     batch = pack([Item(slot, 0, 0, 0, 1.0, sequence)], device=model.device, training=False)
     with torch.no_grad(), model._passing(batch.rows):
         logits = model._head(model._hidden(batch))

@@ -14,6 +14,7 @@ import toy
 
 from tlora.checkpoint import STATE, load_state
 from tlora.errors import CheckpointError
+from tlora.resident import Phase
 from tlora.tracking import read_metrics
 from tlora.trainer import Trainer, TrainerOptions
 
@@ -27,28 +28,30 @@ CHANGES = {
 ROWS = toy.data(14, seed=5, held_out=3)  # 4 steps an epoch: a pause after 5 is mid-epoch
 
 
-@pytest.mark.parametrize("pause_at", [0, 1, 4, 5, 9])
-def test_alone_resumed_beside_other_neighbours(pause_at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("half_way", [False, True])
+@pytest.mark.parametrize("pause_at", [0, 1, 3, 4, 5, 9])
+def test_alone_resumed_beside_other_neighbours(pause_at: int, half_way: bool, tmp_path: Path) -> None:
     """20: resume restarted the schedule, lost moments, repeated or skipped data."""
     model = toy.super_model(torch.float32, deterministic=True)
     spec = toy.job(tmp_path, **CHANGES)
     solo = toy.alone(model, spec, ROWS)
 
-    first = toy.Recorder(model, token_budget=96)
+    first = toy.Recorder(model, token_budget=64)
     job = first.attach(spec, ROWS)
-    first.attach(toy.job(tmp_path, "x", steps=20), toy.data(8, seed=1))
-    while job.step < pause_at:
+    first.attach(toy.job(tmp_path, "x", steps=40), toy.data(8, seed=1))
+    while job.step < pause_at or (half_way and len(job.pending_rows) in (0, len(job._items))):
         first.tick()
-    if job.pending_rows and pause_at:
-        first.tick()  # likely mid-step, or mid-evaluation
-    at = job.step
+    at, phase, run_id = job.step, job.phase, first._trackers["a"].run_id
+    assert not half_way or 0 < len(job.pending_rows) < len(job._items)
+    assert phase is Phase.EVALUATING or (pause_at, half_way) != (3, True)
     first.detach("a")
 
     second = toy.Recorder(toy.super_model(torch.float32, deterministic=True), token_budget=160, nano_batches=3)
     second.attach(toy.job(tmp_path, "y", steps=3), toy.data(8, seed=2))
     job = second.attach(spec, ROWS, resume=True)
-    assert job.step == at
+    assert (job.step, job.phase) == (at, phase)
     toy.finish(second)
+    assert load_state(spec.folder)[1]["run_id"] == run_id
     rows = read_metrics(spec.folder)
     assert [row["loss"] for row in rows if "loss" in row] == solo.losses
     assert [row["lr"] for row in rows if "lr" in row] == solo.rates

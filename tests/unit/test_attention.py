@@ -163,7 +163,7 @@ def test_models_pass_the_check_that_refuses_a_leak(name: str, monkeypatch: pytes
     registered = attention.ALL_ATTENTION_FUNCTIONS
     monkeypatch.setattr(attention, "register", lambda: registered.register(attention.NAME, leaking))
     try:
-        with pytest.raises(ModelError, match="gives a sequence other results when packed"):
+        with pytest.raises(ModelError, match="would disturb each other"):
             toy.super_model(model=model)
     finally:
         monkeypatch.undo()

@@ -41,10 +41,13 @@ WRONG = {
     "adapter: {targets: '(['}": "adapter.targets = '([': want a regular expression; this is none "
         "(unterminated character set at position 1).",
     "adapter: 3": "adapter = 3: want a mapping.",
+    "base:": "'base.model' is missing. Name the model: a hub name or a folder.",
     "optim: {lr: yes}": "optim.lr = True: want a number.",
     "optim: {lr: fast}": "optim.lr = 'fast': want a number.",
     "optim: {lr: -1}": "optim.lr = -1: want at least 0.",
     "optim: {lr: .nan}": "optim.lr = nan: want a finite number.",
+    "optim: {eps: 1.0e-40}": "optim.eps = 1e-40: want at least 1e-30.",
+    "share: true": "share = True: want a number.",
     "optim: {betas: [0.9, 1.0]}": "optim.betas.1 = 1.0: want less than 1.",
     "batch_size: true": "batch_size = True: want an integer.",
     "batch_size: 8.0": "batch_size = 8.0: want an integer.",
@@ -145,6 +148,10 @@ def test_numbers_as_yaml_writes_them() -> None:
     assert job(seed=2**63 - 1).seed == 2**63 - 1
 
 
+def test_a_section_left_empty_is_its_default() -> None:
+    assert job(adapter=None, optim=None, schedule=None, tracking=None) == job()
+
+
 @pytest.mark.parametrize("targets", ["all-linear", r".*layers\.[01]\..*_proj", ["q_proj", "v_proj"], None])
 def test_targets_may_be_written_in_four_ways(targets: object) -> None:
     assert job(adapter={"targets": targets}).adapter.targets == targets
@@ -165,11 +172,23 @@ def test_load(tmp_path: Path) -> None:
     [
         ("a: [1", "", "{path}: is no YAML: "),
         ("- 1", "", "{path}: got [1]; want a mapping with at least 'base' and 'data'."),
-        ("", "", "{path}: got None; want a mapping"),
+        ("", "", "{path}: got nothing; want a mapping with at least 'base' and 'data'."),
+        ("# later", "", "{path}: got nothing; want a mapping with at least 'base' and 'data'."),
+        ("a: 1\nb: 2\na: 3", "", "{path}: is no YAML: key 'a' is given twice, line 3."),
+        ("a: {b: {c: 1, c: 1}}", "", "{path}: is no YAML: key 'c' is given twice, line 1."),
+        ("{[a]: 1}", "", "{path}: is no YAML: "),
+        ("a: !!timestamp 2024-13-45", "", "{path}: is no YAML: month must be in 1..12"),
         ("base: {model: m}", "", "{path}: 'data' is missing. Name the data: data: {{path: <file or hub name>}}."),
         ("base: {model: m}", "optim.lr", "--set optim.lr: want key=value, such as optim.lr=1e-4."),
         ("base: m", "base.model=x", "--set base.model=x: 'base' has no fields."),
         ("{base: {model: m}, data: {path: p}}", "optim.rate=1", "{path}: unknown key 'optim.rate'."),
+        ("{base: {model: m}, data: {path: p}}", "optim={lr: 1, lr: 2}", "{path}: optim = '{{lr: 1, lr: 2}}'"),
+        (
+            "{base: {model: m}, data: {path: p}, eval_every: 2}",
+            "",
+            "{path}: eval_every = 2: the job names no evaluation rows. Set data.eval_fraction, data.eval_split or "
+            "data.eval_path, or remove eval_every.",
+        ),
     ],
 )
 def test_load_complains_of_the_file(tmp_path: Path, text: str, override: str, said: str) -> None:
@@ -184,6 +203,34 @@ def test_load_complains_of_the_file(tmp_path: Path, text: str, override: str, sa
 def test_load_complains_of_no_file(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"none\.yaml: cannot be read"):
         load_job(tmp_path / "none.yaml")
+    with pytest.raises(SpecError) as caught:
+        load_job(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: is a folder; want a job file, as in {tmp_path}/*.yaml."
+
+
+@pytest.mark.parametrize("day", ["2024-12-01", "2024-13-45"])
+def test_a_name_may_look_like_a_date(tmp_path: Path, day: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"name: {day}\nbase: {{model: m}}\ndata: {{path: p}}\n")
+    assert load_job(path).name == day
+    assert load_job(path, [f"name={day}-b"]).name == f"{day}-b"
+
+
+def test_keys_merged_in_may_be_given_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "adapter: &first {rank: 4}\nbase: {model: m}\ndata: {path: p}\n"
+        "optim: {<<: &slow {lr: 1.0e-5, eps: 1.0e-6}, lr: 1.0e-3}\nschedule: {<<: {name: cosine}, name: linear}\n"
+    )
+    spec = load_job(path)
+    assert (spec.optim.lr, spec.optim.eps, spec.schedule.name) == (1e-3, 1e-6, "linear")
+
+
+def test_override_reaches_into_an_empty_section(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("base: {model: m}\ndata: {path: p, eval_fraction: 0.1}\neval_every: 2\noptim:\n")
+    assert load_job(path, ["optim.lr=1"]).optim.lr == 1
+    assert load_job(path).optim == OptimSpec()
 
 
 def test_differences_are_of_what_is_computed() -> None:
@@ -214,4 +261,3 @@ def test_specs_are_frozen_and_strict() -> None:
         AdapterSpec(r=3)
     assert DataSpec(path="p", eval_fraction=0.1).has_evaluation
     assert not DataSpec(path="p").has_evaluation
-    assert AdapterSpec(rank=4, rank_pattern={"q": 16, "k": 2}).max_rank == 16

@@ -1,0 +1,109 @@
+"""Several jobs on one machine: what fails is named, what can go on does, and nothing asks the network."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from toy_tokenizers import CHATML, byte_tokenizer
+from transformers import AutoModelForCausalLM
+
+from tlora.checkpoint import STATE, load_state
+from tlora.errors import ModelError, SpecError
+from tlora.local import RunOptions, prepare, train
+from tlora.spec import JobSpec, parse_job
+from tlora.supermodel import SuperModel
+
+
+@pytest.fixture
+def specs(tmp_path: Path) -> list[JobSpec]:
+    tokenizer = byte_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(toy.config(vocab_size=len(tokenizer), max_position_embeddings=512))
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "base")
+    rows = "".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(12))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    return [
+        parse_job(
+            {
+                "name": name,
+                "base": {"model": str(tmp_path / "base")},
+                "data": {"path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0.2},
+                "adapter": {"rank": 4, "targets": "all-linear"},
+                "optim": {"lr": 1e-3},
+                "steps": 4,
+                "save_every": 1,
+                "output": str(tmp_path / name),
+            }
+        )
+        for name in ("first", "second", "third")
+    ]
+
+
+def test_a_damaged_state_fails_one_job_and_the_others_finish(specs: list[JobSpec]) -> None:
+    jobs = prepare(specs)
+    ticks = iter(range(2))
+    paused = train(jobs, stopped=lambda: next(ticks, None) is None)
+    assert {one.record.state for one in paused} == {"paused"}
+    state = specs[1].folder / STATE
+    state.write_bytes(state.read_bytes()[:-50])
+    first, second, third = train(jobs, RunOptions(resume=True))
+    assert (first.record.state, second.record.state, third.record.state) == ("finished", "failed", "finished")
+    assert "is damaged" in second.record.reason
+
+
+def test_finished_jobs_are_left_alone(specs: list[JobSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = prepare(specs)
+    train(jobs)
+    before = {path: path.stat().st_mtime_ns for spec in specs for path in spec.folder.rglob("*")}
+    monkeypatch.setattr(SuperModel, "load", lambda *args, **kwargs: pytest.fail("the base was loaded for nothing"))
+    assert {one.record.state for one in train(jobs, RunOptions(resume=True))} == {"finished"}
+    assert before == {path: path.stat().st_mtime_ns for spec in specs for path in spec.folder.rglob("*")}
+
+
+def test_a_base_that_cannot_be_loaded_fails_its_own_jobs(specs: list[JobSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    other = specs[2].model_copy(update={"base": specs[2].base.model_copy(update={"dtype": "float64"})})
+    load = SuperModel.load
+
+    def refuse(base: object, **options: object) -> SuperModel:
+        if base == other.base:
+            raise ModelError("no memory for it")
+        return load(base, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SuperModel, "load", refuse)
+    first, second, third = train(prepare([other, *specs[:2]]))
+    assert (first.record.state, second.record.state, third.record.state) == ("failed", "finished", "finished")
+    assert "no memory for it" in first.record.reason
+
+
+def test_an_error_that_no_job_is_to_blame_for_loses_nothing(specs: list[JobSpec]) -> None:
+    def watch(progress: object, tick: object) -> None:
+        if tick is not None:
+            raise BrokenPipeError
+
+    slow_saves = [spec.model_copy(update={"save_every": 100}) for spec in specs]
+    with pytest.raises(BrokenPipeError):
+        train(prepare(slow_saves), watch=watch)
+    assert [load_state(spec.folder)[1]["step"] for spec in slow_saves] == [1, 1, 1]
+
+
+def test_nothing_asks_the_network(specs: list[JobSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    """18: saving contacted the hub and crashed offline."""
+    monkeypatch.setattr(socket.socket, "connect", lambda *args: pytest.fail(f"connected to {args[1:]}"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: pytest.fail(f"looked up {args[0]}"))
+    assert {one.record.state for one in train(prepare(specs))} == {"finished"}
+    assert all((spec.folder / part / "tokenizer_config.json").exists() for spec in specs for part in (".", "best"))
+
+
+def test_an_adapter_to_start_from_is_checked_before_training(specs: list[JobSpec]) -> None:
+    train(prepare(specs[:1]))
+    start = {"init_from": str(specs[0].folder)}
+    same = specs[1].model_copy(update={"adapter": specs[1].adapter.model_copy(update=start)})
+    assert prepare([same])[0].spec is same
+    for change, said in (({"rank": 8}, "scale"), ({"init_from": "/nowhere"}, "no PEFT adapter can be read")):
+        adapter = same.adapter.model_copy(update=change)
+        with pytest.raises(SpecError, match=f"job second: adapter.init_from.*{said}"):
+            prepare([same.model_copy(update={"adapter": adapter})])
