@@ -36,6 +36,7 @@ CACHE = Path(os.environ.get("TLORA_CACHE", "~/.cache/tlora")).expanduser()
 NUM_TRAIN, NUM_HELD_OUT, NUM_SHOWN = 400, 64, 2
 BATCH = 16
 GOAL = 0.9
+ENDS = ("<|im_end|>", "<|endoftext|>")
 
 FIRST = (
     "Adam Alice Anna Carl Daniel David Emily Frank George Henry Jack Jane Leon Lily Louis Luke Maria Maya Paul Rose "
@@ -201,7 +202,7 @@ def read_samples(name: str, tokenizer: Any) -> list[TokenSequence]:
     where = f"held-out {name}"
     samples = load_data(data, tokenizer, seed=0, vocab_size=len(tokenizer), max_positions=None, where=where).train
     assert len(samples) == NUM_HELD_OUT
-    assert all(sample.ids[sample.is_target][-1] in tokenizer.all_special_ids for sample in samples)
+    assert all(tokenizer.decode(sample.ids[sample.is_target][-1:]) in ENDS for sample in samples)
     return samples
 
 

@@ -1,4 +1,7 @@
-"""`python -m tlora` is `tlora`."""
+"""`python -m tlora` is `tlora`, also from a checkout that is not installed.
+
+Everything is left to `tlora.cli`.
+"""
 
 from tlora.cli import main
 

@@ -1,4 +1,7 @@
-"""What a base model is, without its weights: shapes, limits and precision. `tlora check` needs no more than this."""
+"""What a base model is, without its weights: shapes, limits, precision, and the reasons to refuse it.
+
+`tlora check` and export need no more than this; the super-model asks it about the model that it has loaded.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,12 +41,13 @@ class Outline:
 
     @classmethod
     def of(cls, model: PreTrainedModel, name: str) -> "Outline":
-        """Read a model, on any device. Raises ModelError if it has nothing to adapt."""
+        """Read a model, on any device. Raises ModelError if it has nothing to adapt, or cannot carry adapters yet."""
         linears = {path: module.weight.shape for path, module in model.named_modules() if type(module) is nn.Linear}
         head, embedding = model.get_output_embeddings(), cast(nn.Embedding, model.get_input_embeddings())
         if type(head) is not nn.Linear or len(linears) < 2:
             raise ModelError(f"base.model = {name!r}: a {type(model).__name__} has no plain linear layers to adapt.")
         config = model.config.get_text_config()
+        _refuse(model.config, config, name)
         return cls(
             linears=linears,
             head=next(path for path, module in model.named_modules() if module is head),
@@ -98,6 +102,21 @@ def unreachable(base: BaseSpec, error: Exception) -> ModelError:
     """One line of why a base cannot be had."""
     why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return ModelError(f"base.model = {base.model!r}: cannot be loaded: {why}")
+
+
+def _refuse(config: Any, text_config: Any, name: str) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = (quantization if isinstance(quantization, dict) else vars(quantization)).get("quant_method")
+        raise ModelError(
+            f"base.model = {name!r}: it is quantised{f' ({method})' if method else ''}. Quantised bases are not "
+            "supported yet: name the model that it was made from."
+        )
+    if chunk := getattr(text_config, "attention_chunk_size", None):
+        raise ModelError(
+            f"base.model = {name!r}: its attention is cut into chunks of {chunk} tokens, which would not begin where "
+            "packed sequences do. Such models are not supported yet."
+        )
 
 
 def _max_positions(config: Any) -> int | None:

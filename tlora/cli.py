@@ -1,4 +1,8 @@
-"""The command line. Heavy imports wait inside the commands, so that `--help` and a bad YAML answer at once."""
+"""The command line: reads job files, checks what its flags say, turns errors into lines and Ctrl-C into a pause.
+
+Entry point of `tlora` and `python -m tlora`. Training is left to `tlora.local`, what is shown to `tlora.console`. Heavy
+imports wait inside the commands, so that `--help` and a bad YAML answer at once.
+"""
 
 import logging
 import os
@@ -6,7 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +49,7 @@ def check(
     """Validate jobs without training: fields, model, targets, data, memory."""
     specs = _load(jobs, overrides)
     with _quiet():
+        _refuse_device(device)
         from rich.console import Console
 
         from tlora.console import print_check
@@ -99,10 +104,9 @@ def train(
     """Train jobs together on this machine. Ctrl-C saves and pauses them; --resume goes on."""
     specs = _load(jobs, overrides)
     with _quiet():
-        from rich.console import Console
-
+        _refuse_device(device)
         from tlora import local
-        from tlora.console import LiveTable, print_outcome
+        from tlora.console import LiveTable, Screen, print_outcome
         from tlora.job import State
         from tlora.trainer import TrainerOptions
 
@@ -115,7 +119,7 @@ def train(
         )
         if not resume:
             local.refuse_saved(specs)
-        console = Console()
+        console = Screen()
         console.print(f"reading the data of {len(specs)} jobs …", highlight=False)
         ready = local.prepare(specs, options)
         with _stop_on_signal() as stopped, LiveTable(console) as table:
@@ -143,7 +147,12 @@ def _load(paths: list[Path], overrides: list[str]) -> "list[JobSpec]":  # type: 
     from tlora.spec import load_job, refuse_clashes
 
     specs, faults = [], []
+    seen: set[Path] = set()
     for path in paths:
+        if path.resolve() in seen:
+            faults.append(f"{path}: is given twice. Name each job file once.")
+            continue
+        seen.add(path.resolve())
         try:
             specs.append(load_job(path, overrides))
         except SpecError as error:
@@ -152,6 +161,24 @@ def _load(paths: list[Path], overrides: list[str]) -> "list[JobSpec]":  # type: 
         raise SpecError("\n".join(faults))
     refuse_clashes(specs)
     return specs
+
+
+def _refuse_device(asked: str | None) -> None:
+    """Raise SpecError if this machine has no such device."""
+    if asked is None:
+        return
+    import torch
+
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise SpecError(f"--device {asked}: want cpu, cuda or cuda:N.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        most = f"cuda:N with N below {count}" if count else "cpu, or a torch and a driver that find a GPU"
+        raise SpecError(f"--device {asked}: torch finds {count} GPUs here; want {most}.")
 
 
 @contextmanager
@@ -178,7 +205,8 @@ def _stop_on_signal() -> Iterator[list[int]]:
         if stopped:
             raise KeyboardInterrupt
         stopped.append(number)
-        typer.echo("\nsaving and pausing after this tick; once more to end at once", err=True)
+        with suppress(OSError):  # by descriptor: the signal may have come amid a write to the stream
+            os.write(2, b"\nsaving and pausing after this tick; once more to end at once\n")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -198,7 +226,3 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,13 @@
-"""What a person sees in the terminal: the live table, the report of a check, a preview of the data."""
+"""What a person sees in the terminal: the live table, the report of a check, a preview of the data.
+
+Called by the command line with what `tlora.local` found out or is doing. Decides nothing, and an output that cannot be
+written ends nothing.
+"""
 
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +23,20 @@ from tlora.trainer import Tick
 
 _COLOURS = {State.FAILED: "red", State.FINISHED: "green", State.RUNNING: "cyan", State.PAUSED: "yellow"}
 _PLAIN_EVERY_S = 10.0
+
+
+class Screen(Console):
+    """A console that falls silent once it cannot be written, as in `tlora train … | head`; rich's ends the process."""
+
+    def _check_buffer(self) -> None:  # where all that rich writes goes through
+        try:
+            super()._check_buffer()
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
 
 
 class LiveTable:
@@ -151,6 +170,7 @@ def size(count: int) -> str:
 
 def print_preview(console: Console, sequences: Sequence[TokenSequence], tokenizer: Any) -> None:
     """Sequences as the model sees them: every token, the targets in green (in ⟦ ⟧ without colour)."""
+    is_coloured = bool(console.color_system) and not console.no_color
     for number, sequence in enumerate(sequences, 1):
         console.print(
             f"[bold]sequence {number}[/]: {len(sequence)} tokens, {sequence.num_targets} of them targets",
@@ -162,7 +182,7 @@ def print_preview(console: Console, sequences: Sequence[TokenSequence], tokenize
             end = next((at for at in range(start, len(flags)) if flags[at] is not flags[start]), len(flags))
             part = tokenizer.decode(sequence.ids[start:end].tolist(), skip_special_tokens=False)
             if flags[start]:
-                text.append(part if console.color_system else f"⟦{part}⟧", style="bold green")
+                text.append(part if is_coloured else f"⟦{part}⟧", style="bold green")
             else:
                 text.append(part, style="dim")
             start = end

@@ -1,6 +1,6 @@
 """A job's data: rows become token ids and target masks, or are refused, before anything is trained.
 
-Called by `tlora.check`, `tlora preview` and the trainer. Rows come from `tlora.sources`, their meaning from
+Called by `tlora.local` and `tlora preview`. Rows come from `tlora.sources`, their meaning from
 `tlora.formats`, the targets of a chat from `tlora.chat`. What is dropped is counted by reason, and never silently.
 """
 

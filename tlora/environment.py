@@ -1,4 +1,7 @@
-"""Versions and devices that a result was made with; written beside every checkpoint."""
+"""Versions and devices that a result was made with.
+
+Called by the trainer, which writes them beside every checkpoint. Nothing is computed from them.
+"""
 
 import platform
 from functools import cache

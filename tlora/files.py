@@ -1,4 +1,7 @@
-"""Files that are whole or absent: written under another name, synced, then renamed."""
+"""Files and folders that are whole or absent: written under another name, synced, then renamed.
+
+Called by all that writes what must outlive a crash: checkpoints, adapters, exports. What is in them is theirs.
+"""
 
 import os
 import shutil
@@ -22,6 +25,23 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder to write to; on leaving, sync its files and rename it to `path`, which must be absent or an
+    empty folder. On any error it is removed."""
+    folder = path.with_name(f"{path.name}{_MARK}{os.getpid()}")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        for file in (part for part in folder.rglob("*") if part.is_file()):
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())
+        os.replace(folder, path)
         sync_folder(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,7 @@
-"""A job's record: its state, and which transitions are legal. No torch, no Ray, no clock."""
+"""A job's record: its state, and which transitions are legal. No torch, no Ray, no clock.
+
+The trainer and `tlora.local` change it as a job goes on; what a state means for memory and files is theirs.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,4 +1,7 @@
-"""How much memory a base, its adapters and one tick take: an estimate for `tlora check`, before anything is loaded."""
+"""How much memory a base, its adapters and one tick take: an estimate, before anything is loaded.
+
+Called by `tlora.local` for `tlora check`. Measures nothing and refuses nothing.
+"""
 
 from dataclasses import dataclass
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -85,8 +86,8 @@ class SuperModel:
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         if deterministic and any(parameter.dim() > 2 for parameter in model.parameters()):
             raise ModelError(
-                f"{base.model}: the experts of a {type(model).__name__} take the rows of all jobs at once, so their bits "
-                "depend on the neighbours. Train it without the deterministic mode."
+                f"{base.model}: the experts of a {type(model).__name__} take the rows of all jobs at once, so their "
+                "bits depend on the neighbours. Train it without the deterministic mode."
             )
         self._check()
 
@@ -98,7 +99,7 @@ class SuperModel:
             model = AutoModelForCausalLM.from_pretrained(
                 base.model, revision=base.revision, dtype=dtype_of(base, device)
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise unreachable(base, error) from error
         model.to(device)  # type: ignore[arg-type]  # its decorator hides nn.Module's signature
         return cls(model, base, **options)

@@ -15,14 +15,11 @@ import pytest
 import torch
 import toy
 from rich.console import Console
-from rich.console import Console as Screen
 from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tlora.cli import main
-from tlora.console import LiveTable, print_preview
-from tlora.job import JobRecord, State
-from tlora.local import Progress
+from tlora.cli import _stop_on_signal, main
+from tlora.console import print_preview
 from tlora.tracking import read_metrics
 
 Tlora = Callable[..., str]
@@ -141,12 +138,25 @@ def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, tlora: Tlora, d
     child.send_signal(number)
     said, _ = child.communicate(timeout=120)
     assert child.returncode == 130, said
+    assert "saving and pausing after this tick" in said
     assert "paused at step" in said
     assert "go on with --resume" in said
     tlora("train", "--deterministic", "--resume", "small.yaml", "large.yaml", "--set", "steps=80")
     interrupted = [row["loss"] for row in read_metrics(desk / "outputs/small") if "loss" in row]
     tlora("train", "--deterministic", "small.yaml", "--set", "steps=80", "--set", "output=solo")
     assert interrupted == [row["loss"] for row in read_metrics(desk / "solo") if "loss" in row]
+
+
+def test_signal_is_taken_amid_a_write(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    class Busy(StringIO):
+        def write(self, text: str) -> int:
+            raise RuntimeError("reentrant call")
+
+    monkeypatch.setattr(sys, "stderr", Busy())
+    with _stop_on_signal() as stopped:
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped == [signal.SIGTERM]
+    assert "saving and pausing after this tick" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -208,7 +218,7 @@ def test_a_file_that_is_no_job_has_one_line(files: list[str], said: str, tlora: 
         ("", "--device : want cpu, cuda or cuda:N."),
         ("cpu:1", "--device cpu:1: want cpu, cuda or cuda:N."),
         ("meta", "--device meta: want cpu, cuda or cuda:N."),
-        ("cuda:99", f"--device cuda:99: torch sees {torch.cuda.device_count()} GPUs here. Want"),
+        ("cuda:99", f"--device cuda:99: torch finds {torch.cuda.device_count()} GPUs here; want"),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "train"])
@@ -224,7 +234,7 @@ def test_a_device_that_is_none_has_one_line(command: str, device: str, said: str
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "it is quantised (fp8). Quantised bases are not supported"),
         ({"quantization_config": {"load_in_4bit": True}}, "it is quantised. Quantised bases are not supported"),
-        ({"attention_chunk_size": 8}, "its attention is cut into chunks of 8 tokens, which packed sequences would"),
+        ({"attention_chunk_size": 8}, "its attention is cut into chunks of 8 tokens, which would not begin"),
     ],
 )
 def test_a_base_that_cannot_be_trained_is_refused(
@@ -239,30 +249,17 @@ def test_a_base_that_cannot_be_trained_is_refused(
     )
 
 
-def test_training_outlives_its_reader(desk: Path) -> None:
-    command = [sys.executable, "-m", "tlora", "train", "--tokens", "64", "small.yaml", "large.yaml"]
-    child = subprocess.Popen(command, cwd=desk, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert child.stdout is not None
-    child.stdout.close()
-    _, said = child.communicate(timeout=120)
-    assert (child.returncode, said) == (0, b"")
+@pytest.mark.parametrize("is_full", [False, True])
+def test_training_outlives_its_reader(is_full: bool, desk: Path) -> None:
+    """Lines into a closed pipe; a live table onto a full disk."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    output, env = (os.open("/dev/full", os.O_WRONLY), {**ENV, "FORCE_COLOR": "1"}) if is_full else (writer, ENV)
+    command = [sys.executable, "-m", "tlora", "train", "small.yaml", "large.yaml"]
+    done = subprocess.run(command, cwd=desk, env=env, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
     for name in ("small", "large"):
         assert read_metrics(desk / "outputs" / name)[-1]["step"] == 6
-
-
-class _Full(StringIO):
-    def write(self, text: str) -> int:
-        raise OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_output_that_cannot_be_written_ends_nothing(desk: Path, is_terminal: bool) -> None:
-    seen = Progress(toy.job(desk), JobRecord("a", State.QUEUED))
-    console = Screen(file=_Full(), force_terminal=is_terminal)
-    with LiveTable(console) as table:
-        table.show([seen], None)
-        table.show([seen], None)
-    console.print("more")
 
 
 def test_preview_marks_targets_without_colour(base: Path) -> None:
