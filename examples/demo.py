@@ -36,7 +36,7 @@ CACHE = Path(os.environ.get("TLORA_CACHE", "~/.cache/tlora")).expanduser()
 NUM_TRAIN, NUM_HELD_OUT, NUM_SHOWN = 400, 64, 2
 BATCH = 16
 GOAL = 0.9
-ENDS = ("<|im_end|>", "<|endoftext|>")
+EOS = "<|im_end|>"
 
 FIRST = (
     "Adam Alice Anna Carl Daniel David Emily Frank George Henry Jack Jane Leon Lily Louis Luke Maria Maya Paul Rose "
@@ -134,7 +134,6 @@ def main() -> None:
     base = prepare_base()
     questions = {name: write_rows(name) for name in SKILLS}
     tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     samples = {name: read_samples(name, tokenizer) for name in SKILLS}
 
@@ -170,7 +169,9 @@ def prepare_base() -> Path:
         with tempfile.TemporaryDirectory(dir=CACHE) as half_written:
             whole = Path(half_written) / "model"
             model.save_pretrained(whole)
-            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(whole)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            tokenizer.eos_token = tokenizer.pad_token = EOS  # which older transformers misread in the file
+            tokenizer.save_pretrained(whole)
             whole.rename(cached)
     base = OUTPUTS / "base"
     OUTPUTS.mkdir(parents=True, exist_ok=True)
@@ -202,7 +203,7 @@ def read_samples(name: str, tokenizer: Any) -> list[TokenSequence]:
     where = f"held-out {name}"
     samples = load_data(data, tokenizer, seed=0, vocab_size=len(tokenizer), max_positions=None, where=where).train
     assert len(samples) == NUM_HELD_OUT
-    assert all(tokenizer.decode(sample.ids[sample.is_target][-1:]) in ENDS for sample in samples)
+    assert all(sample.ids[sample.is_target][-1] == tokenizer.eos_token_id for sample in samples)
     return samples
 
 
