@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from tlora.spec import AdapterSpec, BaseSpec
 
 _ALIGN = 32  # elements; keeps every A and B on a vector and bulk-copy boundary
 _PREFIX = "base_model.model."
-_FROZEN = ".base_layer."  # PEFT saves a copy of the head's own weight with an adapter on it
+FROZEN = ".base_layer."  # PEFT saves a copy of the head's own weight with an adapter on it
 _Number = TypeVar("_Number", int, float)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -207,12 +208,14 @@ class AdapterState:
 
     def load_peft(self, folder: str | Path) -> None:
         """Start from a PEFT adapter. Raises CheckpointError if its settings, keys or shapes are not this job's."""
-        folder = Path(folder).expanduser()
+        folder = Path(expanduser(folder))
         try:
             config = json.loads((folder / CONFIG).read_text())
             if not isinstance(config, dict) or not {"r", "lora_alpha"} <= config.keys():
                 raise ValueError(f"{CONFIG} is no LoRA configuration")
-            saved = {key: weight for key, weight in load_file(folder / WEIGHTS).items() if _FROZEN not in key}
+            saved = {key: weight for key, weight in load_file(folder / WEIGHTS).items() if FROZEN not in key}
+            if not all(weight.is_floating_point() and weight.isfinite().all() for weight in saved.values()):
+                raise ValueError(f"{WEIGHTS} has weights that are no finite numbers")
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(
                 f"adapter.init_from = {str(folder)!r}: no PEFT adapter can be read: {error}."
@@ -228,7 +231,7 @@ class AdapterState:
         for site in self.layout.sites:
             try:
                 theirs = _scale_in(config, site.name)
-            except (TypeError, ValueError, ZeroDivisionError) as error:
+            except (TypeError, ValueError, AttributeError, ArithmeticError, re.error) as error:
                 raise CheckpointError(
                     f"adapter.init_from: {folder / CONFIG} has no usable rank and alpha: {error}."
                 ) from None

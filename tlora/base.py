@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -63,13 +64,14 @@ class Outline:
     @classmethod
     def load(cls, base: BaseSpec) -> "Outline":
         """Read a base's configuration alone, from a folder or the hub. Raises ModelError if it cannot be reached."""
+        _refuse_adapter(base)
         try:
             config = AutoConfig.from_pretrained(base.model, revision=base.revision)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            model.tie_weights()
+        except Exception as error:  # hub, network, JSON and each configuration class raise their own
             raise unreachable(base, error) from error
-        model.tie_weights()
         return cls.of(model, base.model)
 
     def lay_out(self, spec: AdapterSpec) -> AdapterLayout:
@@ -102,6 +104,32 @@ def unreachable(base: BaseSpec, error: Exception) -> ModelError:
     """One line of why a base cannot be had."""
     why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return ModelError(f"base.model = {base.model!r}: cannot be loaded: {why}")
+
+
+def load_model(base: BaseSpec, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The base with all its weights. Raises ModelError if it cannot be had, or its files lack some of them."""
+    _refuse_adapter(base)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            base.model, revision=base.revision, dtype=dtype, output_loading_info=True
+        )
+    except Exception as error:  # hub, network, files and each model class raise their own
+        raise unreachable(base, error) from error
+    model, info = loaded
+    if lacking := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"base.model = {base.model!r}: its files lack {len(lacking)} weights (first: {lacking[0]}), which would be "
+            "drawn at random. Complete the download or save the model anew."
+        )
+    return cast(PreTrainedModel, model)
+
+
+def _refuse_adapter(base: BaseSpec) -> None:
+    if (Path(base.model) / "adapter_config.json").exists():
+        raise ModelError(
+            f"base.model = {base.model!r}: is the folder of an adapter. Name the model below it, and the adapter in "
+            "adapter.init_from."
+        )
 
 
 def _refuse(config: Any, text_config: Any, name: str) -> None:

@@ -6,6 +6,7 @@ truncated or damaged file must be noticed before it joins its neighbours. Called
 
 import fcntl
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +16,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tlora.errors import CheckpointError, StateError
+from tlora.errors import CheckpointError, SpecError, StateError
 from tlora.files import atomic_path, remove_incomplete
+from tlora.spec import JobSpec, differences, parse_job
 
 LAST, BEST = "last", "best"
 STATE = f"{LAST}/state.safetensors"
 _FORMAT = 1
+_TOKENIZER = "tokenizer_config.json"
+_KINDS: dict[str, type] = {
+    "spec": dict, "step": int, "num_steps": int, "tokens": int, "evaluating": bool, "best_loss": float, "data": str,
+    "dtype": str, "base": str, "run_id": str,
+}  # fmt: skip
 
 
 def save_state(folder: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
@@ -46,17 +53,52 @@ def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         meta = read_meta(folder)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is damaged ({error}). Start the job anew in another output folder.") from error
-    if meta.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path}: has format {meta.get('format')}; want {_FORMAT}. Resume it with the tLoRA that wrote it."
-        )
+    got = meta.get("format") if isinstance(meta, dict) else None
+    if got != _FORMAT:
+        raise CheckpointError(f"{path}: has format {got}; want {_FORMAT}. Resume it with the tLoRA that wrote it.")
     if _checksum(tensors, meta) != meta.get("checksum"):
         raise CheckpointError(
             f"{path}: is damaged (its checksum differs). Start the job anew in another output folder."
         )
     return tensors, meta
+
+
+def load_job_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """`load_state` of what the trainer saves, its description checked too."""
+    tensors, meta = load_state(folder)
+    makes_sense = all(isinstance(meta.get(key), kind) for key, kind in _KINDS.items())
+    if not (makes_sense and 0 <= meta["step"] <= meta["num_steps"]):
+        raise CheckpointError(f"{folder / STATE}: is damaged (what describes it makes no sense). Start the job anew.")
+    return tensors, meta
+
+
+def has_finished(spec: JobSpec) -> bool:
+    """Whether a job's folder holds the end of this very job, whole; what is unsound there is for resuming to find."""
+    folder = spec.folder
+    try:
+        meta = read_meta(folder)
+        with safe_open(folder / "adapter_model.safetensors", framework="pt"):
+            same = not differences(parse_job(meta["spec"]), spec)
+        return same and meta["step"] == meta["num_steps"] and not meta["evaluating"] and (folder / _TOKENIZER).exists()
+    except (SpecError, SafetensorError, OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer and its chat template beside an adapter, unless they are there: each file whole, the one that is
+    looked for last. Raises OSError, also where the tokenizer's own library raises something else."""
+    if (folder / _TOKENIZER).exists():
+        return
+    with atomic_path(folder / _TOKENIZER) as last:
+        try:
+            tokenizer.save_pretrained(str(last.parent))
+        except Exception as error:  # the Rust side raises bare ones
+            raise OSError(f"{folder}: the tokenizer cannot be written: {error}") from error
+        for file in sorted(last.parent.iterdir()):
+            if file != last:
+                os.replace(file, folder / file.name)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -106,8 +106,9 @@ def train(
     with _quiet():
         _refuse_device(device)
         from tlora import local
+        from tlora.checkpoint import has_finished
         from tlora.console import LiveTable, Screen, print_outcome
-        from tlora.job import State
+        from tlora.job import JobRecord, State
         from tlora.trainer import TrainerOptions
 
         options = local.RunOptions(
@@ -120,10 +121,13 @@ def train(
         if not resume:
             local.refuse_saved(specs)
         console = Screen()
-        console.print(f"reading the data of {len(specs)} jobs …", highlight=False)
-        ready = local.prepare(specs, options)
+        ended = [spec for spec in specs if resume and has_finished(spec)]
+        waiting = [spec for spec in specs if spec not in ended]
+        console.print(f"reading the data of {len(waiting)} jobs …", highlight=False)
+        ready = local.prepare(waiting, options)
+        progress = [local.Progress(spec, JobRecord(spec.name, State.FINISHED)) for spec in ended]
         with _stop_on_signal() as stopped, LiveTable(console) as table:
-            progress = local.train(ready, options, watch=table.show, stopped=lambda: bool(stopped))
+            progress += local.train(ready, options, watch=table.show, stopped=lambda: bool(stopped))
         print_outcome(console, progress)
     states = {one.record.state for one in progress}
     raise typer.Exit(1 if State.FAILED in states else 130 if states - {State.FINISHED} else 0)
@@ -224,5 +228,9 @@ def main() -> None:
         for line in str(error).splitlines():
             typer.secho(line, fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
         sys.exit(2)
+    except OSError as error:  # of the terminal or a pipe: files of users have errors of their own
+        with suppress(OSError):
+            os.write(2, f"{error}\n".encode())
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from tlora.adapter import CONFIG, WEIGHTS, AdapterState, export_peft
-from tlora.base import DTYPES, Outline, unreachable
-from tlora.checkpoint import STATE, load_state
+from tlora.adapter import CONFIG, FROZEN, WEIGHTS, AdapterState, export_peft
+from tlora.base import DTYPES, Outline, load_model
+from tlora.checkpoint import STATE, load_job_state
 from tlora.data import load_tokenizer
 from tlora.errors import CheckpointError
 from tlora.files import atomic_folder
@@ -25,10 +25,12 @@ from tlora.spec import BaseSpec, parse_job
 def export_last(folder: Path, output: Path) -> None:
     """Write a job's adapter as of its last save, in PEFT's layout. Raises CheckpointError if there is no sound save, or
     `output` holds files or cannot be written."""
-    tensors, meta = load_state(folder)
+    tensors, meta = load_job_state(folder)
     spec = parse_job(meta["spec"])
     outline, tokenizer = Outline.load(spec.base), load_tokenizer(spec.base)
-    dtype = DTYPES[str(meta["dtype"]).removeprefix("torch.")]
+    dtype = DTYPES.get(meta["dtype"].removeprefix("torch."))
+    if dtype is None:
+        raise CheckpointError(f"{folder}: its state has dtype {meta['dtype']!r}; want one of {', '.join(DTYPES)}.")
     state = AdapterState(
         outline.lay_out(spec.adapter), spec.adapter, seed=spec.seed, device=torch.device("cpu"), dtype=dtype
     )
@@ -45,7 +47,6 @@ def merge_adapter(folder: Path, output: Path) -> None:
     Raises CheckpointError if the adapter is broken or of another base, or `output` holds files or cannot be written.
     """
     from peft import PeftModel, get_peft_model_state_dict
-    from transformers import AutoModelForCausalLM
 
     if not (folder / WEIGHTS).exists():
         hint = (
@@ -57,17 +58,14 @@ def merge_adapter(folder: Path, output: Path) -> None:
     base = _base_of(folder)
     tokenizer = load_tokenizer(base)
     with _new_folder(output) as written:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(base.model, revision=base.revision, dtype="auto")
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise unreachable(base, error) from error
+        model = load_model(base, "auto")
         try:
             adapted = PeftModel.from_pretrained(model, folder)
             found, wanted = load_file(folder / WEIGHTS).keys(), get_peft_model_state_dict(adapted).keys()
-            if lacking := wanted - found:
+            if lacking := {key for key in wanted - found if FROZEN not in key}:
                 raise ValueError(f"{WEIGHTS} lacks {len(lacking)} weights (first: {min(lacking)})")
             merged = adapted.merge_and_unload(safe_merge=True)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        except Exception as error:  # PEFT lets through whatever a configuration makes it meet
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(
                 f"{folder}: cannot be merged into {base.model}: {type(error).__name__}: {reason}"

@@ -9,17 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
-from tlora.adapter import WEIGHTS, AdapterLayout, AdapterState
+from tlora.adapter import AdapterLayout, AdapterState
 from tlora.base import Outline, default_device, dtype_of
-from tlora.checkpoint import JobFolder, read_meta
+from tlora.checkpoint import JobFolder, has_finished
 from tlora.data import JobData, load_data, load_tokenizer
 from tlora.errors import DataError, JobError, ModelError, SpecError, TloraError
 from tlora.job import JobRecord, State
 from tlora.memory import Estimate, estimate
 from tlora.resident import ResidentJob, longest_rows
-from tlora.spec import BaseSpec, JobSpec, differences, parse_job, refuse_clashes
+from tlora.spec import BaseSpec, JobSpec, refuse_clashes
 from tlora.supermodel import SuperModel
 from tlora.trainer import Tick, Trainer, TrainerOptions
 
@@ -103,7 +102,8 @@ def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOption
     device = torch.device(options.device) if options.device else default_device()
     rows = max(options.trainer.budget_on(device), 2 * longest)
     needs = estimate(outline, layout, rows, dtype_of(spec.base, device), checkpointing=options.checkpointing)
-    if spec.adapter.init_from is not None:
+    goes_on = options.resume and JobFolder(spec.folder).has_state
+    if spec.adapter.init_from is not None and not goes_on:
         AdapterState(layout, spec.adapter, seed=0, device=torch.device("cpu"), dtype=torch.float32).load_peft(
             spec.adapter.init_from
         )
@@ -136,7 +136,7 @@ def train(
         refuse_saved([job.spec for job in jobs])
     progress = {job.spec.name: Progress(job.spec, JobRecord(job.spec.name)) for job in jobs}
     for job in jobs:
-        if options.resume and _has_finished(job):
+        if options.resume and has_finished(job.spec):
             progress[job.spec.name].record = JobRecord(job.spec.name, State.FINISHED)
     for base, specs in by_base([job.spec for job in jobs]).items():
         names = {spec.name for spec in specs if progress[spec.name].record.state is State.QUEUED}
@@ -162,19 +162,6 @@ def refuse_saved(specs: Sequence[JobSpec]) -> None:
                 for spec in taken
             )
         )
-
-
-def _has_finished(job: ReadyJob) -> bool:
-    """Whether the job's folder holds its last state and its adapter; what is unsound there, `attach` refuses."""
-    folder = job.spec.folder
-    if not (JobFolder(folder).has_state and (folder / WEIGHTS).exists()):
-        return False
-    try:
-        meta = read_meta(folder)
-        same = not differences(parse_job(meta["spec"]), job.spec)
-    except (SpecError, SafetensorError, OSError, ValueError, KeyError, TypeError):
-        return False
-    return same and meta.get("step") == job.num_steps and not meta.get("evaluating")
 
 
 def _train_group(

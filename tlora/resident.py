@@ -17,6 +17,7 @@ from tlora import randomness
 from tlora.adapter import AdapterState
 from tlora.data import JobData, TokenSequence
 from tlora.job import JobRecord
+from tlora.optim import learning_rate
 from tlora.packing import Item, rows_of
 from tlora.spec import JobSpec
 
@@ -54,6 +55,8 @@ class ResidentJob:
         self.seconds_per_step = math.nan
         self.tokens_per_s = math.nan
         self.phase = Phase.TRAINING
+        self.is_settled = True
+        """False from the moment the weights move until `step` counts it: what lies between must not be saved."""
         self.credit = 0.0
         self.step_began_s = math.nan
         self._items: list[Item] = []
@@ -70,6 +73,11 @@ class ResidentJob:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the step in flight."""
+        return learning_rate(self.spec.optim, self.spec.schedule, self.step, self.num_steps)
 
     @property
     def epoch(self) -> float:

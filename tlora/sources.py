@@ -3,11 +3,13 @@
 Called by `tlora.data`, which says what a row must hold. Local files touch neither the network nor the user's cache.
 """
 
+import errno
 import glob
 import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,12 @@ def read_rows(path: str, name: str | None, split: str, where: str) -> "Dataset":
     `split` may be sliced (`train[:90%]`). Every row of a single file belongs to the split `train`; the files of a
     folder belong to the splits that they or their folders are named after. Raises DataError.
     """
-    local = Path(path).expanduser()
+    local = Path(expanduser(path))
+    try:
+        local.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise DataError(f"{where}: data.path = {path[:60]!r}: cannot be read: {error.strerror}.") from None
     if local.is_dir():
         files = sorted(file for file in local.rglob("*") if file.suffix.lower() in KINDS)
     elif local.exists() or local.suffix.lower() in KINDS:
@@ -118,6 +125,8 @@ def _broken_line(file: Path) -> str | None:
     for number, piece in enumerate(pieces, 1):
         try:
             row = json.loads(piece) if piece.strip() else {}
+        except RecursionError:
+            return f"{file}: line {number} is nested too deep"
         except json.JSONDecodeError as error:
             return f"{file}: line {number + error.lineno - 1} is no JSON ({error.msg}, column {error.colno})"
         except UnicodeDecodeError as error:

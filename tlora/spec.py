@@ -8,7 +8,7 @@ transformers.
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from os.path import expanduser
+from os.path import expanduser, isdir, realpath
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,7 +21,7 @@ from tlora.errors import SpecError
 def _regex(pattern: str) -> str:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"want a regular expression; this is none ({error})") from None
     return pattern
 
@@ -41,14 +41,23 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, Field(strict=True, ge=1)]
-Cadence = Annotated[int, Field(strict=True, ge=0)]
+def _path(text: str) -> str:
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("want a path that a file can have")
+    return expanduser(text)
+
+
+# Beyond these, sums and products of what users set leave the range of float32 or of exact integers.
+_MOST, _MOST_COUNT = 1e9, 10**9
+Count = Annotated[int, Field(strict=True, ge=1, le=_MOST_COUNT)]
+Cadence = Annotated[int, Field(strict=True, ge=0, le=_MOST_COUNT)]
 Number = Annotated[float, BeforeValidator(_no_boolean)]
 Fraction = Annotated[Number, Field(ge=0.0, lt=1.0)]
-NotNegative = Annotated[Number, Field(ge=0.0, allow_inf_nan=False)]
-Positive = Annotated[Number, Field(gt=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[Number, Field(ge=0.0, le=_MOST, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0.0, le=_MOST, allow_inf_nan=False)]
 Rank = Annotated[int, Field(strict=True, ge=1, le=256)]
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_path)]
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_regex)]
 
 
@@ -65,7 +74,7 @@ class _Spec(BaseModel):
 class BaseSpec(_Spec):
     """The frozen base. Jobs that agree on every field share one super-model."""
 
-    model: Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
+    model: PathText
     """Hub name or local folder."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
@@ -76,13 +85,13 @@ class BaseSpec(_Spec):
 class DataSpec(_Spec):
     """Where a job's sequences come from and which of their tokens are targets."""
 
-    path: Text
+    path: PathText
     """A .jsonl, .json, .csv or .parquet file, a folder of one such kind, or a hub dataset's name."""
     name: str | None = None
     """Configuration of a hub dataset."""
     split: Text = "train"
     """Split to train on, in the syntax of `datasets` (`train[:90%]`)."""
-    eval_path: str | None = None
+    eval_path: PathText | None = None
     """File of evaluation rows, in the same format."""
     eval_split: str | None = None
     """Split of the same dataset to evaluate on."""
@@ -126,7 +135,7 @@ class AdapterSpec(_Spec):
     """Rank by module name or regular expression, over `rank`."""
     alpha_pattern: dict[Pattern, Positive] = {}
     """Alpha by module name or regular expression, over `alpha`."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """Folder of a PEFT adapter to start from."""
 
 
@@ -185,7 +194,7 @@ class JobSpec(_Spec):
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 42
     share: Positive = 1.0
     """Weight in the deal of each tick's tokens among the jobs of a super-model."""
-    output: str = ""
+    output: PathText = ""
     """Folder for the adapter; `outputs/<name>` if not given."""
     tracking: TrackingSpec = TrackingSpec()
 
@@ -198,7 +207,7 @@ class JobSpec(_Spec):
 
     @property
     def folder(self) -> Path:
-        return Path(self.output).expanduser()
+        return Path(self.output)
 
 
 _FREE = ("output", "save_every", "share")  # may change between a save and its resume
@@ -287,16 +296,22 @@ def differences(old: JobSpec, new: JobSpec) -> list[str]:
 
 
 def refuse_clashes(specs: Sequence[JobSpec]) -> None:
-    """Raise SpecError if two jobs have one name, or one output folder."""
-    for what, key in (("name", lambda spec: spec.name), ("output folder", lambda spec: str(spec.folder.resolve()))):
-        seen: dict[str, JobSpec] = {}
-        for spec in specs:
-            first = seen.setdefault(key(spec), spec)
-            if first is not spec:
-                raise SpecError(
-                    f"jobs {first.name} and {spec.name} have one {what}, {key(spec)}: want one each. "
-                    f"Change '{'name' if what == 'name' else 'output'}' in one of them."
-                )
+    """Raise SpecError if two jobs have one name, or an output folder lies in another job's or in a base's."""
+    names: dict[str, JobSpec] = {}
+    for spec in specs:
+        if names.setdefault(spec.name, spec) is not spec:
+            raise SpecError(f"two jobs have one name, {spec.name}: want one each. Change 'name' in one of them.")
+        mine = Path(realpath(spec.folder))
+        for other in specs:
+            taken = {} if other is spec else {f"the output folder of job {other.name}": other.output}
+            if isdir(other.base.model):
+                taken["the folder of a base model"] = other.base.model
+            for what, place in taken.items():
+                if mine.is_relative_to(realpath(place)):
+                    raise SpecError(
+                        f"job {spec.name}: output = {spec.output!r} is, or lies in, {what} ({place}); want a folder of "
+                        "its own. Change 'output'."
+                    )
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
@@ -321,6 +336,8 @@ def _parse_yaml(text: str) -> Any:
     """What a text means in YAML. Raises ValueError of one line; so does PyYAML, for a number or date that is none."""
     try:
         return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 

@@ -4,21 +4,21 @@ Owns the transformers model, whose linears are replaced by mixed-job ones, and s
 The trainer places adapters and sends batches; when and why is not known here.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlora import attention
 from tlora.adapter import AdapterState
-from tlora.base import Outline, default_device, dtype_of, unreachable
+from tlora.base import Outline, default_device, dtype_of, load_model
 from tlora.data import TokenSequence
 from tlora.errors import ModelError
 from tlora.kernels import reference
@@ -90,17 +90,13 @@ class SuperModel:
                 "bits depend on the neighbours. Train it without the deterministic mode."
             )
         self._check()
+        self.fingerprint = fingerprint(model)
 
     @classmethod
     def load(cls, base: BaseSpec, *, device: str | torch.device | None = None, **options: Any) -> "SuperModel":
         """Load the base from a folder or the hub. Raises ModelError if it cannot be had or cannot carry adapters."""
         device = torch.device(device) if device is not None else default_device()
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                base.model, revision=base.revision, dtype=dtype_of(base, device)
-            )
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise unreachable(base, error) from error
+        model = load_model(base, dtype_of(base, device))
         model.to(device)  # type: ignore[arg-type]  # its decorator hides nn.Module's signature
         return cls(model, base, **options)
 
@@ -248,3 +244,10 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 def precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """What a base of this dtype computes under."""
     return Float64() if dtype is torch.float64 else nullcontext()
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel) -> str:
+    """Tells one base from another by a few numbers of every weight: a resumed job must find its own again."""
+    samples = [weight.flatten()[:: max(1, weight.numel() // 64)][:64].float() for weight in model.parameters()]
+    return hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()[:16]

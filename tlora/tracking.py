@@ -132,6 +132,6 @@ def _is_measured(line: str, step: int, evaluating: bool) -> bool:
     try:
         row = json.loads(line)
         at = int(row["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return False
     return at < step or (at == step and not (evaluating and "eval_loss" in row))

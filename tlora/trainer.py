@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 
 from tlora import environment, nanobatch
 from tlora.adapter import AdapterState, export_peft
-from tlora.checkpoint import BEST, STATE, JobFolder, load_state, read_meta, save_state
+from tlora.checkpoint import BEST, STATE, JobFolder, load_job_state, read_meta, save_state, save_tokenizer
 from tlora.data import JobData
 from tlora.dealing import Claim, deal
 from tlora.errors import CheckpointError, JobError, StateError, TloraError
 from tlora.files import atomic_path
 from tlora.job import JobRecord, State
-from tlora.optim import learning_rate, optimizer_step
+from tlora.optim import optimizer_step
 from tlora.packing import Item, pack
 from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import JobSpec, differences, parse_job
@@ -127,9 +127,11 @@ class Trainer:
         return job
 
     def detach(self, name: str, *, state: State = State.PAUSED, reason: str = "", keep: bool = True) -> ResidentJob:
-        """Take a job out between ticks; with `keep`, its exact state is saved first, without the step in flight."""
+        """Take a job out between ticks; with `keep`, its exact state is saved first, without the step in flight.
+
+        After a tick that was broken off, a job amid its optimizer step keeps the state that was saved before."""
         job = self.jobs[name]
-        if keep:
+        if keep and job.is_settled:
             self._guard(job, partial(self._save, job))
         if name in self.jobs:
             self._leave(job, state, reason)
@@ -190,24 +192,30 @@ class Trainer:
 
     def _step(self, jobs: list[ResidentJob]) -> None:
         """Optimizer steps of the jobs whose batch is through, then one look at the device for all of them."""
-        measured = []
+        measured: dict[str, torch.Tensor] = {}
         for job in jobs:
-            rate = learning_rate(job.spec.optim, job.spec.schedule, job.step, job.num_steps)
-            loss = job.summed_loss()
-            norm = optimizer_step(job.state, job.spec.optim, loss=loss, step=job.step, lr=rate)
-            measured += [loss.double(), norm.double()]
-        values = torch.stack(measured).tolist() if measured else []
-        for job, loss, norm in zip(jobs, values[::2], values[1::2], strict=True):
+            self._guard(job, partial(self._update, job, measured))
+        stepped = [job for job in jobs if job.name in measured]
+        values = torch.stack(list(measured.values())).tolist() if measured else []
+        for job, (loss, norm) in zip(stepped, values, strict=True):
             self._guard(job, partial(self._after_step, job, loss, norm))
+
+    def _update(self, job: ResidentJob, measured: dict[str, torch.Tensor]) -> None:
+        job.is_settled = False
+        loss = job.summed_loss()
+        norm = optimizer_step(job.state, job.spec.optim, loss=loss, step=job.step, lr=job.rate)
+        measured[job.name] = torch.stack([loss.double(), norm.double()])
 
     def _after_step(self, job: ResidentJob, loss: float, norm: float) -> None:
         now_s = time.perf_counter()
-        rate = learning_rate(job.spec.optim, job.spec.schedule, job.step, job.num_steps)
+        rate = job.rate
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            job.is_settled = True  # by selection, nothing was changed
             what = f"loss became {loss}" if not math.isfinite(loss) else f"gradient norm became {norm}"
             raise self._no_longer_finite(job, f"{what} at step {job.step + 1}")
         job.measure_step(loss, now_s)
         job.step += 1
+        job.is_settled = True
         job.tokens += job.step_tokens
         self._trackers[job.name].write(
             {
@@ -273,11 +281,13 @@ class Trainer:
         meta = {
             "spec": job.spec.model_dump(mode="json"),
             "step": job.step,
+            "num_steps": job.num_steps,
             "tokens": job.tokens,
             "evaluating": job.phase is Phase.EVALUATING,
             "best_loss": job.best_loss,
             "data": job.digest,
             "dtype": str(self.supermodel.dtype),
+            "base": self.supermodel.fingerprint,
             "run_id": self._trackers[job.name].run_id,
             "environment": environment.describe(),
         }
@@ -293,13 +303,14 @@ class Trainer:
             raise StateError(
                 f"job {job.name}: {folder.path} holds a saved state already. Resume it, or choose another output."
             )
-        tensors, meta = load_state(folder.path)
+        tensors, meta = load_job_state(folder.path)
         changed = differences(parse_job(meta["spec"]), job.spec)
         if changed:
             raise CheckpointError(f"job {job.name}: {folder.path} was saved with other settings: {'; '.join(changed)}.")
         for what, saved, mine in (
             ("data", meta["data"], job.digest),
             ("base precision", meta["dtype"], str(self.supermodel.dtype)),
+            ("base", meta["base"], self.supermodel.fingerprint),
         ):
             if saved != mine:
                 raise CheckpointError(f"job {job.name}: its {what} changed since it was saved: {saved} was, {mine} is.")
@@ -312,14 +323,14 @@ class Trainer:
     def _export(self, job: ResidentJob, part: str) -> None:
         folder, trained = job.spec.folder / part, job.spec.optim.lr > 0.0 and job.step > 1
         export_peft(job.state, folder, job.spec.base, self.supermodel.outline.linears, trained=trained)
-        if job.tokenizer is not None and not (folder / "tokenizer_config.json").exists():
-            job.tokenizer.save_pretrained(folder)
+        if job.tokenizer is not None:
+            save_tokenizer(job.tokenizer, folder)
 
     def _guard(self, job: ResidentJob, action: Callable[[], None]) -> None:
         """What goes wrong for one job ends that job, with its reason; the others go on."""
         try:
             action()
-        except (TloraError, OSError, SafetensorError) as error:
+        except (TloraError, OSError, SafetensorError, ArithmeticError, RuntimeError) as error:
             others = len(self.jobs) - 1
             log.error("job %s: %s. The other %d jobs go on.", job.name, str(error).rstrip("."), others)
             self._leave(job, State.FAILED, str(error))

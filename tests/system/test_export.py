@@ -181,3 +181,18 @@ def test_merge_names_the_way_from_a_saved_state(folder: Path, tmp_path: Path) ->
     (folder / WEIGHTS).unlink()
     said = refusal(merge_adapter, folder, tmp_path / "out", CheckpointError)
     assert f"write its adapter first, with `tlora export {folder} <folder>`" in said
+
+
+def test_adapter_on_the_head_merges(folder: Path, tmp_path: Path) -> None:
+    base = BaseSpec(model=json.loads((folder / CONFIG).read_text())["base_model_name_or_path"])
+    trainer = Trainer(SuperModel.load(base, device="cpu"))
+    spec = toy.job(
+        tmp_path, "head", base=base.model_dump(), steps=3, adapter={"rank": 2, "targets": ["lm_head", "q_proj"]}
+    )
+    trainer.attach(spec, toy.data())
+    toy.finish(trainer)
+    merge_adapter(spec.folder, tmp_path / "merged")
+    before, after = (load_file(Path(where) / "model.safetensors") for where in (base.model, tmp_path / "merged"))
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {
+        "lm_head.weight", *(f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2))
+    }  # fmt: skip

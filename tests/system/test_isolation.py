@@ -9,10 +9,12 @@ import torch
 import toy
 
 from tlora import checkpoint, trainer
+from tlora.adapter import AdapterState
 from tlora.checkpoint import STATE, load_state
 from tlora.errors import CheckpointError
 from tlora.packing import Batch
 from tlora.resident import ResidentJob
+from tlora.supermodel import fingerprint
 from tlora.tracking import METRICS, read_metrics
 
 
@@ -143,3 +145,102 @@ def test_an_evaluation_that_is_not_finite_ends_that_job(tmp_path: Path, monkeypa
     assert (bad.record.state, good.record.state) == ("failed", "finished")
     assert "evaluation loss became nan at step 2" in bad.record.reason
     assert load_state(bad.spec.folder)[1]["step"] == 2
+
+
+@pytest.mark.parametrize("crash", [KeyboardInterrupt, MemoryError])
+def test_a_tick_broken_off_amid_an_optimizer_step_saves_no_half_step(
+    crash: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights had moved and the step was not counted yet: the save labelled them with the step before."""
+    model = toy.super_model(torch.float32, deterministic=True)
+    spec, rows = toy.job(tmp_path, save_every=2), toy.data(seed=1)
+    work = toy.Recorder(model)
+    job = work.attach(spec, rows)
+    step = trainer.optimizer_step
+
+    def breaks(state: AdapterState, *args: object, **options: object) -> torch.Tensor:
+        norm = step(state, *args, **options)  # type: ignore[arg-type]
+        if job.step == 3:
+            raise crash
+        return norm
+
+    monkeypatch.setattr(trainer, "optimizer_step", breaks)
+    with pytest.raises(crash):
+        toy.finish(work)
+    work.detach("a")
+    assert load_state(spec.folder)[1]["step"] == 2
+    monkeypatch.setattr(trainer, "optimizer_step", step)
+    again = toy.Recorder(model)
+    job = again.attach(spec, rows, resume=True)
+    toy.finish(again)
+    assert torch.equal(job.state.master, toy.alone(model, spec, rows).master)
+
+
+def test_arithmetic_that_fails_for_one_job_ends_that_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = toy.Recorder(toy.super_model())
+    jobs = [work.attach(toy.job(tmp_path, name), toy.data()) for name in ("bad", "good")]
+    step = trainer.optimizer_step
+
+    def overflows(state: AdapterState, *args: object, **options: object) -> torch.Tensor:
+        if state is jobs[0].state:
+            raise RuntimeError("value cannot be converted to type float without overflow")
+        return step(state, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "optimizer_step", overflows)
+    toy.finish(work)
+    assert [job.record.state for job in jobs] == ["failed", "finished"]
+
+
+class _Tokenizer:
+    """Writes one file and then meets a full disk, as the Rust library says it."""
+
+    full = True
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+        if self.full:
+            raise Exception("No space left on device (os error 28)")
+        (Path(folder) / "tokenizer_config.json").write_text("{}")
+
+
+def test_a_tokenizer_that_cannot_be_saved_ends_that_job_and_is_whole_after_resume(tmp_path: Path) -> None:
+    work, tokenizer = toy.Recorder(toy.super_model()), _Tokenizer()
+    bad = work.attach(toy.job(tmp_path, "bad"), toy.data(), tokenizer=tokenizer)
+    good = work.attach(toy.job(tmp_path, "good"), toy.data())
+    toy.finish(work)
+    assert (bad.record.state, good.record.state) == ("failed", "finished")
+    assert "the tokenizer cannot be written: No space left" in bad.record.reason
+    assert not (bad.spec.folder / "tokenizer.json").exists()
+    assert not checkpoint.has_finished(bad.spec)
+    tokenizer.full = False
+    work.attach(bad.spec, toy.data(), tokenizer=tokenizer, resume=True)
+    assert (bad.spec.folder / "tokenizer.json").exists()
+    assert checkpoint.has_finished(bad.spec)
+    weights = bad.spec.folder / "adapter_model.safetensors"
+    weights.write_bytes(b"")
+    assert not checkpoint.has_finished(bad.spec)
+
+
+@pytest.mark.parametrize("change", [{"spec": None}, {"data": 3}, {"step": "x"}, {"step": -1}, {"step": 100}])
+def test_a_state_that_describes_nonsense_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    work = toy.Recorder(toy.super_model())
+    spec = work.attach(toy.job(tmp_path), toy.data()).spec
+    work.tick()
+    work.detach("a")
+    tensors, meta = load_state(spec.folder)
+    checkpoint.save_state(spec.folder, tensors, {**meta, **change})
+    with pytest.raises(CheckpointError, match="makes no sense"):
+        work.attach(spec, toy.data(), resume=True)
+
+
+def test_another_base_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    work = toy.Recorder(toy.super_model())
+    spec = work.attach(toy.job(tmp_path), toy.data()).spec
+    work.tick()
+    work.detach("a")
+    other = toy.super_model()
+    with torch.no_grad():
+        other.model.model.layers[1].mlp.up_proj.weight.add_(0.1)
+    other.fingerprint = fingerprint(other.model)
+    with pytest.raises(CheckpointError, match="its base changed"):
+        toy.Recorder(other).attach(spec, toy.data(), resume=True)

@@ -1,12 +1,14 @@
 """Several jobs on one machine: what fails is named, what can go on does, and nothing asks the network."""
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
 import torch
 import toy
+from safetensors.torch import load_file, save_file
 from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -107,3 +109,27 @@ def test_an_adapter_to_start_from_is_checked_before_training(specs: list[JobSpec
         adapter = same.adapter.model_copy(update=change)
         with pytest.raises(SpecError, match=f"job second: adapter.init_from.*{said}"):
             prepare([same.model_copy(update={"adapter": adapter})])
+
+
+def test_a_base_that_lacks_weights_or_is_an_adapter_is_refused(specs: list[JobSpec]) -> None:
+    path = Path(specs[0].base.model) / "model.safetensors"
+    weights = {key: weight for key, weight in load_file(path).items() if "layers.1.mlp" not in key}
+    jobs = prepare(specs[:1])
+    save_file(weights, path, metadata={"format": "pt"})
+    (one,) = train(jobs)
+    assert one.record.state == "failed"
+    assert "its files lack 3 weights (first: model.layers.1.mlp.down_proj.weight)" in one.record.reason
+    (path.parent / "adapter_config.json").write_text("{}")
+    with pytest.raises(SpecError, match="is the folder of an adapter"):
+        prepare(specs[:1])
+
+
+def test_a_paused_job_needs_what_it_started_from_no_more(specs: list[JobSpec]) -> None:
+    train(prepare(specs[:1]))
+    start = specs[1].adapter.model_copy(update={"init_from": str(specs[0].folder)})
+    job = specs[1].model_copy(update={"adapter": start})
+    ticks = iter(range(2))
+    train(prepare([job]), stopped=lambda: next(ticks, None) is None)
+    shutil.rmtree(specs[0].folder)
+    (one,) = train(prepare([job], RunOptions(resume=True)), RunOptions(resume=True))
+    assert one.record.state == "finished"

@@ -1,5 +1,6 @@
 """A job file is checked once, and what is wrong with it is said in one line each."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -248,10 +249,16 @@ def test_differences_are_of_what_is_computed() -> None:
 def test_clashes(tmp_path: Path) -> None:
     there = str(tmp_path / "x")
     refuse_clashes([job(name="a"), job(name="b")])
-    with pytest.raises(SpecError, match=r"jobs a and a have one name, a: want one each\. Change 'name'"):
+    with pytest.raises(SpecError, match=r"two jobs have one name, a: want one each\. Change 'name'"):
         refuse_clashes([job(name="a"), job(name="a", output=there)])
-    with pytest.raises(SpecError, match=r"jobs a and b have one output folder, .*/x: want one each\. Change 'output'"):
-        refuse_clashes([job(name="a", output=there), job(name="b", output=f"{tmp_path}/y/../x")])
+    for other in (f"{tmp_path}/y/../x", f"{there}/best"):
+        with pytest.raises(SpecError, match=r"output = .* is, or lies in, the output folder of job [ab] .*'output'"):
+            refuse_clashes([job(name="a", output=there), job(name="b", output=other)])
+    base = tmp_path / "base"
+    base.mkdir()
+    for output in (base, base / "x"):
+        with pytest.raises(SpecError, match="the folder of a base model"):
+            refuse_clashes([job(base={"model": str(base)}, output=str(output))])
 
 
 def test_specs_are_frozen_and_strict() -> None:
@@ -261,3 +268,28 @@ def test_specs_are_frozen_and_strict() -> None:
         AdapterSpec(r=3)
     assert DataSpec(path="p", eval_fraction=0.1).has_evaluation
     assert not DataSpec(path="p").has_evaluation
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optim": {"lr": 1e39}}, "optim.lr = 1e+39: want at most 1e+09."),
+        ({"adapter": {"alpha": 1e39}}, "adapter.alpha = 1e+39: want at most 1e+09."),
+        ({"steps": 10**400}, "steps = "),
+        ({"batch_size": 10**400}, "batch_size = "),
+        ({"epochs": 1e308}, "epochs = 1e+308: want at most 1e+09."),
+        ({"schedule": {"warmup_steps": 10**400}}, "schedule.warmup_steps = "),
+        ({"output": "a\0b"}, "want a path that a file can have."),
+        ({"adapter": {"targets": "a{99999999999}"}}, "want a regular expression"),
+    ],
+)
+def test_what_would_leave_the_range_of_numbers_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(said)):
+        job(**changes)
+
+
+def test_deep_yaml_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("a: " + "[" * 3000)
+    with pytest.raises(SpecError, match="nested too deep"):
+        load_job(path)
