@@ -74,17 +74,11 @@ def preview(
 
         from tlora.base import Outline
         from tlora.console import print_preview
-        from tlora.data import load_data, load_tokenizer
+        from tlora.data import load_tokenizer
+        from tlora.local import read_data
 
-        outline, tokenizer = Outline.load(spec.base), load_tokenizer(spec.base)
-        data = load_data(
-            spec.data,
-            tokenizer,
-            seed=spec.seed,
-            vocab_size=outline.vocab_size,
-            max_positions=outline.max_positions,
-            where=f"job {spec.name}",
-        )
+        tokenizer = load_tokenizer(spec.base)
+        data = read_data(spec, Outline.load(spec.base), tokenizer)
         console = Console()
         print_preview(console, data.train[:count], tokenizer)
         console.print(str(data.report), highlight=False, markup=False, soft_wrap=True)

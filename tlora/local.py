@@ -85,9 +85,9 @@ def prepare(specs: Sequence[JobSpec], options: RunOptions | None = None) -> list
     return ready
 
 
-def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOptions) -> ReadyJob:
-    layout = outline.lay_out(spec.adapter)
-    data = load_data(
+def read_data(spec: JobSpec, outline: Outline, tokenizer: Any) -> JobData:
+    """A job's sequences for its base. Raises DataError."""
+    return load_data(
         spec.data,
         tokenizer,
         seed=spec.seed,
@@ -95,6 +95,11 @@ def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOption
         max_positions=outline.max_positions,
         where=f"job {spec.name}",
     )
+
+
+def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOptions) -> ReadyJob:
+    layout = outline.lay_out(spec.adapter)
+    data = read_data(spec, outline, tokenizer)
     longest = longest_rows(data, options.deterministic)
     asked = options.trainer.token_budget
     if asked and longest > asked:

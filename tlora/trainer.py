@@ -108,15 +108,15 @@ class Trainer:
             )
         folder = JobFolder(spec.folder)
         for left in folder.open():
-            log.warning("job=%s removed %s, left half-written", spec.name, left)
+            log.warning("job %s: removed %s, left half-written.", spec.name, left)
         try:
             run_id = self._restore(job, folder, resume)
             with atomic_path(spec.folder / "job.yaml") as path:
                 path.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+            record.to(State.ATTACHING)
         except BaseException:
             folder.close()
             raise
-        record.to(State.ATTACHING)
         job.slot = self.supermodel.place(state)
         self.jobs[spec.name], self._folders[spec.name] = job, folder
         evaluating = job.phase is Phase.EVALUATING
