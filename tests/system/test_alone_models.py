@@ -80,10 +80,10 @@ def test_alone_model_is_the_same_to_the_bit(family: str, tmp_path: Path) -> None
     rows = toy.data(9, seed=1, held_out=2)
     solo = toy.alone(model, spec, rows)
     trainer = toy.Recorder(model, token_budget=96, nano_batches=2)
-    mine = trainer.attach(spec, rows)
     trainer.attach(
         toy.job(tmp_path, "beside", adapter={"rank": 16, "targets": "all-linear"}, batch_size=7), toy.data(11)
     )
+    mine = trainer.attach(spec, rows)
     toy.finish(trainer)
     result = toy.Result.of(trainer, mine)
     assert result.losses == solo.losses

@@ -26,20 +26,23 @@ def poison_gradient(job: ResidentJob) -> None:
     job.state.grad[0] = float("inf")
 
 
-@pytest.mark.parametrize("poison", [poison_weight, poison_gradient])
-def test_a_job_that_is_no_longer_finite_ends_alone(poison: Callable[[ResidentJob], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("poison", "kept"), [(poison_weight, 2), (poison_gradient, 3)])
+def test_a_job_that_is_no_longer_finite_ends_alone(
+    poison: Callable[[ResidentJob], None], kept: int, tmp_path: Path
+) -> None:
+    """Good weights are saved where it stopped; weights that are bad themselves never replace a good save."""
     model = toy.super_model(torch.float32, deterministic=True)
     work = toy.Recorder(model, token_budget=128)
-    bad = work.attach(toy.job(tmp_path, "bad", steps=9, save_every=3), toy.data(10, seed=1))
+    bad = work.attach(toy.job(tmp_path, "bad", steps=9, save_every=2), toy.data(10, seed=1))
     good = work.attach(toy.job(tmp_path, "good", steps=9), toy.data(10, seed=2))
     while bad.step < 3:
         work.tick()
     poison(bad)
     toy.finish(work)
     assert bad.record.state == "failed"
-    assert "at step 4; stopped at its last good checkpoint, step 3" in bad.record.reason
+    assert f"at step 4; stopped at its last good checkpoint, step {kept}" in bad.record.reason
     tensors, meta = load_state(bad.spec.folder)
-    assert meta["step"] == 3
+    assert meta["step"] == kept
     assert all(vector.isfinite().all() for vector in tensors.values())
     solo = toy.alone(model, good.spec, toy.data(10, seed=2))
     assert torch.equal(toy.Result.of(work, good).master, solo.master)
