@@ -32,8 +32,8 @@ from tlora.supermodel import SuperModel
 
 SHAPE = {
     "vocab_size": toy.VOCAB,
-    "hidden_size": 36,  # odd widths: element-wise ops meet a row at any place within their vectors
-    "intermediate_size": 50,
+    "hidden_size": 36,
+    "intermediate_size": 10,  # so narrow that the odd end of a vectorised SiLU covers rows that matter
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -79,11 +79,11 @@ def test_alone_model_is_the_same_to_the_bit(family: str, tmp_path: Path) -> None
     spec = toy.job(tmp_path, "mine", adapter={"rank": 5, "targets": "all-linear", "dropout": 0.2}, steps=3)
     rows = toy.data(9, seed=1, held_out=2)
     solo = toy.alone(model, spec, rows)
-    trainer = toy.Recorder(model, token_budget=96, nano_batches=2)
-    trainer.attach(
-        toy.job(tmp_path, "beside", adapter={"rank": 16, "targets": "all-linear"}, batch_size=7), toy.data(11)
-    )
+    trainer = toy.Recorder(model, token_budget=256, nano_batches=2)
+    beside = {"adapter": {"rank": 16, "targets": "all-linear"}, "batch_size": 2}
+    trainer.attach(toy.job(tmp_path, "before", **beside), toy.data(11))
     mine = trainer.attach(spec, rows)
+    trainer.attach(toy.job(tmp_path, "after", **beside), toy.data(11, seed=5))
     toy.finish(trainer)
     result = toy.Result.of(trainer, mine)
     assert result.losses == solo.losses

@@ -87,7 +87,7 @@ def test_a_tracker_that_fails_to_end_is_a_warning(tmp_path: Path, caplog: pytest
     sink.close = lambda failed: (_ for _ in ()).throw(OSError("disk gone"))
     with caplog.at_level(logging.WARNING, "tlora"):
         tracker.close()
-    assert caplog.messages == ["job=sum-3 its Jsonl failed and is put aside: disk gone"]
+    assert caplog.messages == ["job sum-3: its Jsonl failed and is put aside: disk gone"]
 
 
 def test_a_tracker_that_cannot_be_opened_is_left_out(
