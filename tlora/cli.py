@@ -117,7 +117,7 @@ def train(
         console = Screen()
         ended = [spec for spec in specs if resume and has_finished(spec)]
         waiting = [spec for spec in specs if spec not in ended]
-        console.print(f"reading the data of {len(waiting)} jobs …", highlight=False)
+        console.print(f"reading the data of {len(waiting)} job(s) …", highlight=False)
         ready = local.prepare(waiting, options)
         progress = [local.Progress(spec, JobRecord(spec.name, State.FINISHED)) for spec in ended]
         with _stop_on_signal() as stopped, LiveTable(console) as table:

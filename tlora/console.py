@@ -99,7 +99,8 @@ def _line(one: Progress) -> str:
     job = one.resident
     if job is None or one.record.state is not State.RUNNING:
         return f"{one.spec.name}: {one.record.state}"
-    return f"{one.spec.name}: step {job.step}/{job.num_steps} loss {_number(job.loss)}"
+    loss = "" if math.isnan(job.loss) else f" loss {_number(job.loss)}"
+    return f"{one.spec.name}: step {job.step}/{job.num_steps}{loss}"
 
 
 def _number(value: float) -> str:
@@ -153,8 +154,8 @@ def print_check(console: Console, jobs: Sequence[ReadyJob]) -> None:
         frozen, adapters = needs[0].base_bytes, sum(need.adapter_bytes for need in needs)
         tick = max(need.tick_bytes for need in needs)
         say(
-            f"{base.model}: {size(frozen)} base + {size(adapters)} for {len(needs)} adapters + {size(tick)} for a tick "
-            f"= {size(frozen + adapters + tick)} (estimate)"
+            f"{base.model}: {size(frozen)} base + {size(adapters)} for {len(needs)} adapter(s) + {size(tick)} for a "
+            f"tick = {size(frozen + adapters + tick)} (estimate)"
         )
 
 

@@ -39,6 +39,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         yield folder
         for file in (part for part in folder.rglob("*") if part.is_file()):
+            file.chmod(folder.stat().st_mode & 0o666)
             with file.open("rb+") as written:
                 os.fsync(written.fileno())
         os.replace(folder, path)

@@ -200,8 +200,9 @@ def _train_group(
 
 
 def _fail(record: JobRecord, error: Exception) -> None:
-    log.error("job %s: %s", record.name, error)
-    record.to(State.FAILED, str(error))
+    reason = str(error).removeprefix(f"job {record.name}: ")
+    log.error("job %s: %s", record.name, reason)
+    record.to(State.FAILED, reason)
 
 
 def _fitting(options: RunOptions, jobs: Sequence[ReadyJob], device: torch.device) -> TrainerOptions:

@@ -300,20 +300,21 @@ class Trainer:
                 job.state.load_peft(job.spec.adapter.init_from)
             return None
         if not resume:
-            raise StateError(
-                f"job {job.name}: {folder.path} holds a saved state already. Resume it, or choose another output."
-            )
+            raise StateError(f"{folder.path} holds a saved state already. Resume it, or choose another output.")
         tensors, meta = load_job_state(folder.path)
         changed = differences(parse_job(meta["spec"]), job.spec)
         if changed:
-            raise CheckpointError(f"job {job.name}: {folder.path} was saved with other settings: {'; '.join(changed)}.")
+            raise CheckpointError(
+                f"{folder.path} was saved with other settings: {'; '.join(changed)}. Put them back, or remove the "
+                "folder to train anew."
+            )
         for what, saved, mine in (
             ("data", meta["data"], job.digest),
             ("base precision", meta["dtype"], str(self.supermodel.dtype)),
             ("base", meta["base"], self.supermodel.fingerprint),
         ):
             if saved != mine:
-                raise CheckpointError(f"job {job.name}: its {what} changed since it was saved: {saved} was, {mine} is.")
+                raise CheckpointError(f"its {what} changed since it was saved: {saved} was, {mine} is.")
         job.state.load(tensors)
         job.step, job.tokens = meta["step"], meta["tokens"]
         job.best_loss = meta["best_loss"]
