@@ -105,7 +105,7 @@ def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOption
     if asked and longest > asked:
         raise JobError(f"its longest sequence takes {longest} rows; a tick holds {asked}. Raise --tokens.")
     device = torch.device(options.device) if options.device else default_device()
-    rows = max(options.trainer.budget_on(device), 2 * longest)
+    rows = options.trainer.budget_on(device, longest)
     needs = estimate(outline, layout, rows, dtype_of(spec.base, device), checkpointing=options.checkpointing)
     goes_on = options.resume and JobFolder(spec.folder).has_state
     if spec.adapter.init_from is not None and not goes_on:
@@ -181,7 +181,9 @@ def _train_group(
     supermodel = SuperModel.load(
         base, device=options.device, deterministic=options.deterministic, checkpointing=options.checkpointing
     )
-    trainer = Trainer(supermodel, _fitting(options, jobs, supermodel.device))
+    longest = max(longest_rows(job.data, options.deterministic) for job in jobs)
+    budget = options.trainer.budget_on(supermodel.device, longest)
+    trainer = Trainer(supermodel, replace(options.trainer, token_budget=budget))
     for job in jobs:
         seen = progress[job.spec.name]
         try:
@@ -203,11 +205,3 @@ def _fail(record: JobRecord, error: Exception) -> None:
     reason = str(error).removeprefix(f"job {record.name}: ")
     log.error("job %s: %s", record.name, reason)
     record.to(State.FAILED, reason)
-
-
-def _fitting(options: RunOptions, jobs: Sequence[ReadyJob], device: torch.device) -> TrainerOptions:
-    """The trainer's options; a token budget that was not given holds every job's longest sequence twice."""
-    if options.trainer.token_budget:
-        return options.trainer
-    longest = max(longest_rows(job.data, options.deterministic) for job in jobs)
-    return replace(options.trainer, token_budget=max(options.trainer.budget_on(device), 2 * longest))

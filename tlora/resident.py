@@ -145,8 +145,8 @@ class ResidentJob:
         """Note what the step that has just ended gave and took."""
         seconds = max(now_s - self.step_began_s, 1e-9)
         self.loss, self.tokens_per_s = loss, self.step_tokens / seconds
-        smooth = 0.7 if math.isfinite(self.seconds_per_step) else 0.0
-        self.seconds_per_step = seconds + smooth * (self.seconds_per_step - seconds) if smooth else seconds
+        before_s = self.seconds_per_step if math.isfinite(self.seconds_per_step) else seconds
+        self.seconds_per_step = 0.7 * before_s + 0.3 * seconds
 
     def is_due(self, every: int) -> bool:
         """Whether a cadence falls on the present step; 0 means the end of each epoch. The last step always is."""

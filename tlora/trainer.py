@@ -46,8 +46,9 @@ class TrainerOptions:
     round_to: int = 1
     """Each slice is filled to a multiple of this many rows, which belong to nobody."""
 
-    def budget_on(self, device: torch.device) -> int:
-        return self.token_budget or (16384 if device.type == "cuda" else 2048)
+    def budget_on(self, device: torch.device, longest: int = 0) -> int:
+        """The budget on a device; one that was not given holds a sequence of `longest` rows twice."""
+        return self.token_budget or max(16384 if device.type == "cuda" else 2048, 2 * longest)
 
 
 @dataclass(frozen=True, slots=True)
