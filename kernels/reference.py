@@ -8,10 +8,13 @@ The maths of one linear, for row t of job j with rank r, scale s = α/r (α/√r
 W is frozen, so there is no dW; the base path is never dropped. dA and dB go straight into the job's gradient vector.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from tlora.kernels.tiles import LossTable, Piece, RowTable, Site, Sites
+from tlora.kernels.tiles import Adapters, LossBlock, LossTable, Piece, RowTable, Site, Update
 
 _MASK = 0xFFFFFFFF
 
@@ -23,14 +26,17 @@ def keep_mask(
 
     A hash of (job seed, job step, module, row within the job's own step, column) and nothing else: a mask is the same
     whatever is packed beside the job, however its step is cut, and when it is drawn again in the backward pass.
-    All arithmetic is modulo 2³²: each word enters the state by addition and is scattered by murmur3's finaliser.
+    All arithmetic is modulo 2³²: each word enters the state by addition and is scattered by murmur3's finaliser, which
+    gives a row two keys; a column's key is multiplied by the second, which is odd, and added to the first.
     """
     state = torch.zeros(1, dtype=torch.int64, device=counters_T.device)
     for word in (seed & _MASK, seed >> 32, step, module):
         state = _scatter(state + word)
-    rows_T1 = _scatter(state + counters_T)[:, None]
-    bits_TK = _scatter(_scatter(rows_T1 + torch.arange(columns, device=counters_T.device)))
-    return bits_TK >= int(dropout * 2**32)
+    first_T = _scatter(state + counters_T)
+    second_T = _scatter(first_T) | 1
+    columns_K = (torch.arange(columns, device=counters_T.device) * 0x9E3779B9) & _MASK
+    columns_K = ((columns_K ^ (columns_K >> 16)) * 0x85EBCA6B) & _MASK
+    return (columns_K * second_T[:, None] + first_T[:, None]) & _MASK >= int(dropout * 2**32)
 
 
 def _scatter(x: torch.Tensor) -> torch.Tensor:
@@ -57,15 +63,15 @@ def product(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, weight_NK, bias_N, rows, sites):  # type: ignore[no-untyped-def]
+    def forward(ctx, x_TK, weight_NK, bias_N, rows, adapters):  # type: ignore[no-untyped-def]
         y_TN = product(x_TK, weight_NK, bias_N, rows)
         lows = []
-        for piece, site in _adapted(rows, sites):
+        for piece, site, span in _adapted(rows, adapters):
             s_TR = _dropped(x_TK[piece.span], piece, site, rows) @ site.a_RK.T
-            y_TN[piece.span].addmm_(s_TR, site.b_NR.T, alpha=site.scale)
+            y_TN[piece.span, span].addmm_(s_TR, site.b_NR.T, alpha=site.scale)
             lows.append(s_TR)
         ctx.save_for_backward(x_TK, weight_NK, *lows)
-        ctx.rows, ctx.sites = rows, sites
+        ctx.rows, ctx.adapters = rows, adapters
         return y_TN
 
     @staticmethod
@@ -74,8 +80,8 @@ class _LoraLinear(torch.autograd.Function):
         rows: RowTable = ctx.rows
         dy_TN = dy_TN.contiguous()
         dx_TK = product(dy_TN, weight_NK.T, None, rows)
-        for (piece, site), s_TR in zip(_adapted(rows, ctx.sites), lows, strict=True):
-            dy = dy_TN[piece.span]
+        for (piece, site, span), s_TR in zip(_adapted(rows, ctx.adapters), lows, strict=True):
+            dy = dy_TN[piece.span, span]
             ds_TR = (dy @ site.b_NR).mul_(site.scale)
             add_product(site.grad_b_NR, dy, s_TR, site.scale)
             add_product(site.grad_a_RK, ds_TR, _dropped(x_TK[piece.span], piece, site, rows))
@@ -84,23 +90,29 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def lora_linear(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, rows: RowTable, sites: Sites
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, rows: RowTable, adapters: Adapters
 ) -> torch.Tensor:
-    """Mixed-job linear: Y = X Wᵀ + b, plus each job's own low-rank product on its own rows.
+    """Mixed-job linear: Y = X Wᵀ + b, plus each job's own low-rank product on its own rows, for each of the linears
+    whose weights lie one below the other in `weight_NK`.
 
-    Backward adds dA and dB to the gradient views in `sites`, in the order of the pieces, and returns dX.
+    Backward adds dA and dB to the gradient views of the sites, in the order of the pieces, and returns dX.
     """
-    if not sites and not rows.per_sequence:
+    if adapters.is_empty and not rows.per_sequence:
         return F.linear(x_TK, weight_NK, bias_N)
-    return _LoraLinear.apply(x_TK, weight_NK, bias_N, rows, sites)  # type: ignore[no-any-return, no-untyped-call]
+    return _LoraLinear.apply(x_TK, weight_NK, bias_N, rows, adapters)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _adapted(rows: RowTable, sites: Sites) -> list[tuple[Piece, Site]]:
-    return [(piece, sites[piece.slot]) for piece in rows.pieces if piece.slot in sites]
+def _adapted(rows: RowTable, adapters: Adapters) -> list[tuple[Piece, Site, slice]]:
+    return [
+        (piece, sites[piece.slot], adapters.span(module))
+        for module, sites in enumerate(adapters.sites)
+        for piece in rows.pieces
+        if piece.slot in sites
+    ]
 
 
 def _dropped(x: torch.Tensor, piece: Piece, site: Site, rows: RowTable) -> torch.Tensor:
-    return dropped(x, site, piece.step, rows.counters_T[piece.span], rows.training)
+    return dropped(x, site, piece.step, rows.tables.counters_T[piece.span], rows.training)
 
 
 def add_product(grad_PQ: torch.Tensor, left_TP: torch.Tensor, right_TQ: torch.Tensor, scale: float = 1.0) -> None:
@@ -113,13 +125,45 @@ def add_product(grad_PQ: torch.Tensor, left_TP: torch.Tensor, right_TQ: torch.Te
         grad_PQ.addmm_(left_TP.T.to(grad_PQ.dtype), right_TQ.to(grad_PQ.dtype), alpha=scale)
 
 
+def cross_entropy(
+    logits_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    weights_M: torch.Tensor,
+    *,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+    with_gradient: bool = True,
+) -> torch.Tensor:
+    """Weight · loss of each row [M], in float32 or the logits' own float64.
+
+    `logits_MV` has the head's raw outputs: logits = multiplier · raw, then softcap · tanh(logits / softcap) where the
+    model has one. With gradient, the raw outputs are overwritten by d (weight · loss) / d raw. A row of weight 0 has
+    loss and gradient 0, whatever its outputs (NaN) and its target (−1).
+    """
+    wide = torch.promote_types(logits_MV.dtype, torch.float32)
+    weights_M1, targets_M1 = weights_M[:, None].to(wide), targets_M[:, None].clamp(min=0)
+    logits = logits_MV.to(wide) * multiplier
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    log_p = logits.log_softmax(-1)
+    losses_M1 = torch.where(weights_M1 == 0.0, 0.0, -log_p.gather(1, targets_M1) * weights_M1)
+    if with_gradient:
+        d_raw = log_p.exp_()
+        d_raw.scatter_add_(1, targets_M1, torch.full_like(weights_M1, -1.0))
+        d_raw.mul_(weights_M1 * multiplier)
+        if softcap is not None:
+            d_raw.mul_(1.0 - (logits / softcap).square_())
+        logits_MV.copy_(d_raw.masked_fill_(weights_M1 == 0.0, 0.0))
+    return losses_M1.squeeze(1)
+
+
 def linear_cross_entropy(
     hidden_TH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
     rows: RowTable,
     loss: LossTable,
-    sites: Sites,
+    adapters: Adapters,
     *,
     multiplier: float = 1.0,
     softcap: float | None = None,
@@ -131,61 +175,74 @@ def linear_cross_entropy(
     Returns each sequence's Σ weight · loss [S], and dH [T, H] of their sum (zero on rows without a target). Adapters on
     the head get their gradients here. Nothing is reduced across sequences, hence not across jobs.
     """
+    rows_loss = partial(cross_entropy, multiplier=multiplier, softcap=softcap, with_gradient=with_gradient)
+    return by_blocks(hidden_TH, weight_VH, bias_V, rows, loss, adapters, loss.blocks, rows_loss, with_gradient)
+
+
+def by_blocks(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    rows: RowTable,
+    loss: LossTable,
+    adapters: Adapters,
+    blocks: Sequence[LossBlock],
+    rows_loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    with_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `linear_cross_entropy` does, over any blocks; one with an adapter is of one job. `rows_loss` gives losses
+    from raw logits, targets and weights, and leaves the gradient in the logits' place."""
+    (sites,) = adapters.sites
     wide = torch.promote_types(hidden_TH.dtype, torch.float32)
     losses_M = torch.empty(len(loss.rows_M), dtype=wide, device=hidden_TH.device)
     d_hidden_TH = torch.zeros_like(hidden_TH) if with_gradient else None
-    for block in loss.blocks:
-        at, weights = loss.rows_M[block.span], loss.weights_M[block.span].to(wide)
-        targets = loss.targets_M[block.span, None]
+    for block in blocks:
+        at = loss.rows_M[block.span]
         h = hidden_TH[at]
         raw = F.linear(h, weight_VH, bias_V)
         site = sites.get(block.slot)
         if site is not None:
-            x = dropped(h, site, block.step, rows.counters_T[at], rows.training)
+            x = dropped(h, site, block.step, rows.tables.counters_T[at], rows.training)
             low = x @ site.a_RK.T
             raw.addmm_(low, site.b_NR.T, alpha=site.scale)
-        logits = raw.to(wide).mul_(multiplier)
-        if softcap is not None:
-            logits = logits.div_(softcap).tanh_().mul_(softcap)
-        log_p = logits.log_softmax(-1)
-        losses_M[block.span] = -log_p.gather(1, targets).squeeze(1) * weights
+        losses_M[block.span] = rows_loss(raw, loss.targets_M[block.span], loss.weights_M[block.span])
         if d_hidden_TH is None:
             continue
-        d_logits = log_p.exp_()
-        d_logits.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=wide))
-        d_logits.mul_(weights[:, None] * multiplier)
-        if softcap is not None:
-            d_logits.mul_(1.0 - (logits / softcap).square_())
-        d_raw = d_logits.to(hidden_TH.dtype)
+        d_raw = raw  # overwritten by its gradient
         dh = d_raw @ weight_VH
         if site is not None:
             d_low = (d_raw @ site.b_NR).mul_(site.scale)
             add_product(site.grad_b_NR, d_raw, low, site.scale)
             add_product(site.grad_a_RK, d_low, x)
-            dh += dropped(d_low @ site.a_RK, site, block.step, rows.counters_T[at], rows.training)
+            dh += dropped(d_low @ site.a_RK, site, block.step, rows.tables.counters_T[at], rows.training)
         d_hidden_TH[at] = dh
     return torch.segment_reduce(losses_M, "sum", lengths=loss.counts_S, unsafe=True), d_hidden_TH
 
 
-def adamw(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    healthy: torch.Tensor,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """One AdamW step (arXiv 1711.05101) on one vector, in place; a vector that is not `healthy` (bool scalar on the
-    device) keeps its weights and moments, without asking the host. `step` counts from 1."""
-    beta1, beta2 = betas
-    m = torch.lerp(exp_avg, grad, 1.0 - beta1)
-    v = (exp_avg_sq * beta2).addcmul_(grad, grad, value=1.0 - beta2)
-    scale = (v.sqrt() / (1.0 - beta2**step) ** 0.5).add_(eps)
-    new = (master * (1.0 - lr * weight_decay)).addcdiv_(m, scale, value=-lr / (1.0 - beta1**step))
-    for old, value in ((master, new), (exp_avg, m), (exp_avg_sq, v)):
-        torch.where(healthy, value, old, out=old)
+def adamw(updates: Sequence[Update]) -> torch.Tensor:
+    """Clip, AdamW (arXiv 1711.05101), refresh the compute copy, clear the gradient: each job for itself, in place.
+
+    Returns the gradients' norms [U] before clipping. Where that norm or the loss is not finite, weights and moments
+    stay as they are, by selection on the device: the host is not asked.
+    """
+    norms = []
+    for update in updates:
+        norm = torch.linalg.vector_norm(update.grad)
+        norms.append(norm)
+        healthy = torch.isfinite(norm) & torch.isfinite(update.loss)
+        if update.max_grad_norm > 0.0:
+            update.grad.mul_((update.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        beta1, beta2 = update.betas
+        vectors = (update.master, update.grad, update.exp_avg, update.exp_avg_sq)
+        for part, lr in ((slice(0, update.b_start), update.lr), (slice(update.b_start, None), update.lr_b)):
+            master, grad, exp_avg, exp_avg_sq = (vector[part] for vector in vectors)
+            m = torch.lerp(exp_avg, grad, 1.0 - beta1)
+            v = (exp_avg_sq * beta2).addcmul_(grad, grad, value=1.0 - beta2)
+            scale = (v.sqrt() / (1.0 - beta2**update.step) ** 0.5).add_(update.eps)
+            rate = lr / (1.0 - beta1**update.step)
+            new = (master * (1.0 - lr * update.weight_decay)).addcdiv_(m, scale, value=-rate)
+            for old, value in ((master, new), (exp_avg, m), (exp_avg_sq, v)):
+                torch.where(healthy, value, old, out=old)
+        update.grad.zero_()
+        update.compute.copy_(update.master)
+    return torch.stack(norms)

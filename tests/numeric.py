@@ -4,7 +4,7 @@ Every comparison is with float64 from the same rounded inputs, tensor by tensor.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from tlora.data import TokenSequence
 from tlora.kernels.reference import keep_mask
-from tlora.kernels.tiles import Site
+from tlora.kernels.tiles import Adapters, Site, stride_of
 from tlora.packing import Batch, Item, pack
 
 DEVICE = torch.device(os.environ.get("TLORA_TEST_DEVICE", "cpu"))
@@ -80,17 +80,29 @@ def batch_of(jobs: Mapping[int, Job], **options: int | bool) -> Batch:
     return pack(items_of(jobs), device=DEVICE, **options)  # type: ignore[arg-type]
 
 
-def sites_of(jobs: Mapping[int, Job], inputs: int, outputs: int, dtype: torch.dtype) -> dict[int, Site]:
+def sites_of(
+    jobs: Mapping[int, Job], inputs: int, outputs: int, dtype: torch.dtype, module: int = 1234
+) -> dict[int, Site]:
     sites = {}
     for slot, job in jobs.items():
         if job.rank is None:
             continue
-        draw = torch.Generator().manual_seed(slot)
+        draw = torch.Generator().manual_seed(slot + 1000 * (module - 1234))
         a = torch.randn(job.rank, inputs, generator=draw).div(inputs**0.5).to(DEVICE, dtype)
-        b = torch.randn(outputs, job.rank, generator=draw).div(job.rank**0.5).to(DEVICE, dtype)
-        grads = (torch.zeros(part.shape, dtype=torch.float32, device=DEVICE) for part in (a, b))
-        sites[slot] = Site(a, b, *grads, job.scale, job.dropout, job.seed, module=1234)
+        b = torch.randn(job.rank, outputs, generator=draw).div(job.rank**0.5).to(DEVICE, dtype)
+        grad_a, grad_b = (torch.zeros(part.shape, dtype=torch.float32, device=DEVICE) for part in (a, b))
+        sites[slot] = Site(a, b.T, grad_a, grad_b.T, job.scale, job.dropout, job.seed, module)
     return sites
+
+
+def adapters_of(*sites: Mapping[int, Site], widths: Sequence[int]) -> Adapters:
+    """The adapters of linears with these outputs, which read one input."""
+    adapters = Adapters(widths, DEVICE)
+    for module, of_module in enumerate(sites):
+        for slot, site in of_module.items():
+            adapters.place(module, slot, site)
+    adapters.low = stride_of(max((site.a_RK.shape[0] for part in sites for site in part.values()), default=1))
+    return adapters
 
 
 def spans(batch: Batch) -> Iterator[tuple[int, Item, slice]]:

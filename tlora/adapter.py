@@ -36,7 +36,8 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class SiteLayout:
-    """Where one module's A [rank, inputs] and B [outputs, rank] lie in the job's vectors."""
+    """Where one module's A [rank, inputs] and B [outputs, rank] lie in the job's vectors; B rank by rank, so that the
+    kernels read both along their long side whatever the rank."""
 
     name: str
     outputs: int
@@ -48,8 +49,8 @@ class SiteLayout:
 
     def views(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a = vector[self.a_at : self.a_at + self.rank * self.inputs].view(self.rank, self.inputs)
-        b = vector[self.b_at : self.b_at + self.rank * self.outputs].view(self.outputs, self.rank)
-        return a, b
+        b = vector[self.b_at : self.b_at + self.rank * self.outputs].view(self.rank, self.outputs)
+        return a, b.T
 
 
 @dataclass(frozen=True, slots=True)

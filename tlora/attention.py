@@ -4,6 +4,7 @@
 equivalent. Rows arrive through the model's own keyword arguments as `tlora_rows`.
 """
 
+import inspect
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -18,6 +19,8 @@ from tlora.errors import ModelError
 from tlora.kernels.tiles import RowTable
 
 NAME = "tlora_packed"
+# Fewer key heads than query heads must be asked for where varlen_attn has a word for it; elsewhere they are just taken.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed_attention(
@@ -79,12 +82,10 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
+    """Grouped KV heads as they are: the kernel reads each for its whole group."""
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
-    if (groups := q.shape[1] // k.shape[1]) > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    longest, left = max(rows.blocks), -1 if window is None else window - 1
-    ends = rows.block_ends_S
-    output = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))
+    longest, ends, left = rows.longest, rows.block_ends_S, -1 if window is None else window - 1
+    output = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0), **_GROUPED)
     return cast(torch.Tensor, output).unsqueeze(0)
 
 

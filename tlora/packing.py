@@ -4,12 +4,12 @@ Called once a slice by the trainer. Positions restart and attention stops at eac
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from tlora.data import TokenSequence
-from tlora.kernels.tiles import LossBlock, LossTable, Piece, RowTable
+from tlora.kernels.tiles import LossBlock, LossTable, Piece, RowTable, Tables, tabulate
 
 DETERMINISTIC_ROWS = 32
 """In deterministic mode each sequence starts at a multiple of this many rows: element-wise ops then meet it at the same
@@ -70,14 +70,11 @@ def pack(
     num_rows = sum(blocks)
     ids, positions, counters = (torch.zeros(num_rows, dtype=torch.int64) for _ in range(3))
     pieces: list[Piece] = []
-    loss_blocks: list[LossBlock] = []
-    rows, targets, weights, counts = [], [], [], []
-    first = num_targets = 0
+    targeted: list[torch.Tensor] = []
+    first = 0
     for item, block in zip(items, blocks, strict=False):
-        assert not item.sequence.is_target[0], "a first token has nothing to be predicted from"
         length = len(item.sequence)
-        tokens = torch.from_numpy(item.sequence.ids).long()
-        ids[first : first + length] = tokens
+        ids[first : first + length] = torch.from_numpy(item.sequence.ids)
         positions[first : first + block] = torch.arange(block).clamp_(max=length - 1)
         counters[first : first + length] = torch.arange(item.counter, item.counter + length)
         last = pieces[-1] if pieces else None
@@ -85,40 +82,66 @@ def pack(
             pieces[-1] = Piece(item.slot, last.first, last.rows + length, item.step)
         else:
             pieces.append(Piece(item.slot, first, length, item.step))
-        at = torch.from_numpy(item.sequence.is_target).nonzero().squeeze(1)
-        rows.append(first + at - 1)
-        targets.append(tokens[at])
-        weights.append(torch.full((len(at),), item.weight, dtype=torch.float64))
-        counts.append(len(at))
-        _extend(loss_blocks, item, num_targets, len(at), head_rows, per_sequence)
-        first, num_targets = first + block, num_targets + len(at)
-    ends = torch.tensor([0, *blocks]).cumsum(0, dtype=torch.int32)
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return Batch(
-        tuple(items),
-        move(ids),
-        move(positions),
-        RowTable(num_rows, tuple(pieces), tuple(blocks), move(counters), move(ends), per_sequence, training),
-        LossTable(
-            rows_M=move(torch.cat(rows)),
-            targets_M=move(torch.cat(targets)),
-            weights_M=move(torch.cat(weights)),
-            counts_S=move(torch.tensor(counts)),
-            blocks=tuple(loss_blocks),
-        ),
+        assert not item.sequence.is_target[0], "a first token has nothing to be predicted from"
+        targeted.append(first + torch.from_numpy(item.sequence.is_target).nonzero().squeeze(1))
+        first += block
+    counts, at_M = [len(at) for at in targeted], torch.cat(targeted)
+    weights = [
+        torch.full((len(at),), item.weight, dtype=torch.float64) for item, at in zip(items, targeted, strict=True)
+    ]
+    moved = _send(
+        {
+            "ids_T": ids,
+            "positions_T": positions,
+            "rows_M": at_M - 1,
+            "targets_M": ids[at_M],
+            "weights_M": torch.cat(weights),
+            "counts_S": torch.tensor(counts),
+            "block_ends_S": _ends(blocks),
+            **tabulate(pieces, num_rows, counters, per_sequence=per_sequence),
+        },
+        device,
     )
+    tables = Tables(**{field.name: moved[field.name] for field in fields(Tables)})
+    ends, longest = moved["block_ends_S"], 1 << (max(blocks) - 1).bit_length()
+    rows = RowTable(num_rows, tuple(pieces), tuple(blocks), ends, longest, per_sequence, training, tables)
+    loss = {name: moved[name] for name in ("rows_M", "targets_M", "weights_M", "counts_S")}
+    blocks_M = _loss_blocks(items, counts, head_rows, per_sequence)
+    return Batch(tuple(items), moved["ids_T"], moved["positions_T"], rows, LossTable(**loss, blocks=blocks_M))
 
 
-def _extend(blocks: list[LossBlock], item: Item, first: int, rows: int, most: int, per_sequence: bool) -> None:
-    """Add `rows` target rows to the job's last block while it has room, and in new ones beyond."""
-    last = blocks[-1] if blocks else None
-    if last and last.slot == item.slot and not per_sequence and (taken := min(rows, most - last.rows)) > 0:
-        blocks[-1] = LossBlock(item.slot, item.step, last.first, last.rows + taken)
-        first, rows = first + taken, rows - taken
-    while rows > 0:
-        taken = min(rows, most)
-        blocks.append(LossBlock(item.slot, item.step, first, taken))
-        first, rows = first + taken, rows - taken
+def _ends(blocks: Sequence[int]) -> torch.Tensor:
+    """Where each block ends, from 0; filled up with empty blocks to a multiple of 64."""
+    ends = torch.tensor([0, *blocks]).cumsum(0, dtype=torch.int32)
+    return torch.cat([ends, ends[-1:].expand(-len(ends) % 64)])
+
+
+def _send(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """To the device, in one copy that the host does not wait for."""
+    if device.type == "cpu":
+        return tensors
+    sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for tensor, part in zip(tensors.values(), packed.split(sizes), strict=True):
+        part[: tensor.nbytes] = tensor.flatten().view(torch.uint8)
+    parts = packed.to(device, non_blocking=True).split(sizes)
+    return {
+        name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+def _loss_blocks(items: Sequence[Item], counts: Sequence[int], most: int, per_sequence: bool) -> tuple[LossBlock, ...]:
+    """Each job's target rows, `counts` a sequence, in as few blocks of at most `most` rows as hold them in order."""
+    blocks: list[LossBlock] = []
+    first = 0
+    for item, rows in zip(items, counts, strict=True):
+        last = blocks[-1] if blocks else None
+        if last and last.slot == item.slot and not per_sequence and (taken := min(rows, most - last.rows)) > 0:
+            blocks[-1] = LossBlock(item.slot, item.step, last.first, last.rows + taken)
+            first, rows = first + taken, rows - taken
+        while rows > 0:
+            taken = min(rows, most)
+            blocks.append(LossBlock(item.slot, item.step, first, taken))
+            first, rows = first + taken, rows - taken
+    return tuple(blocks)

@@ -21,16 +21,15 @@ from tlora.adapter import AdapterState
 from tlora.base import Outline, default_device, dtype_of, load_model
 from tlora.data import TokenSequence
 from tlora.errors import ModelError
-from tlora.kernels import reference
-from tlora.kernels.tiles import RowTable, Site
+from tlora.graphs import Graphs
+from tlora.kernels.linear_cross_entropy import linear_cross_entropy
+from tlora.kernels.tiles import RowTable, stride_of
+from tlora.mixed_linear import Current, replace_linears
 from tlora.packing import Batch, Item, pack
 from tlora.spec import BaseSpec
 
-
-class _Current:
-    """The rows of the batch that is passing through; every mixed linear of one super-model looks here."""
-
-    rows: RowTable | None = None
+SMALL_WORK = 1 << 41
+"""Rows × parameters of the base, about 25 ms of an H200, below which a tick is captured as a CUDA graph."""
 
 
 class Float64(TorchFunctionMode):
@@ -45,37 +44,28 @@ class Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class MixedLinear(nn.Linear):
-    """A frozen linear on which any number of jobs may have an A and a B."""
-
-    def __init__(self, frozen: nn.Linear, current: _Current):
-        super().__init__(frozen.in_features, frozen.out_features, bias=False, device="meta")
-        self.weight, self.bias = frozen.weight, frozen.bias
-        self.current = current
-        self.sites: dict[int, Site] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.current.rows is None:
-            return F.linear(x, self.weight, self.bias)
-        y = reference.lora_linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias, self.current.rows, self.sites)
-        return y.view(*x.shape[:-1], -1)
-
-
 class SuperModel:
-    """A base model that carries adapters. `deterministic`: a job's bits do not depend on its neighbours."""
+    """A base model that carries adapters. `deterministic`: a job's bits do not depend on its neighbours. `compiled`:
+    whether its layers are compiled and small ticks captured; if not said, on a GPU in half precision."""
 
     def __init__(
-        self, model: PreTrainedModel, base: BaseSpec, *, deterministic: bool = False, checkpointing: bool = False
+        self,
+        model: PreTrainedModel,
+        base: BaseSpec,
+        *,
+        deterministic: bool = False,
+        checkpointing: bool = False,
+        compiled: bool | None = None,
     ):
         self.model, self.base, self.deterministic, self.checkpointing = model, base, deterministic, checkpointing
         self.outline = Outline.of(model, base.model)
         self.device, self.dtype = model.device, model.dtype
         self.residents: dict[int, AdapterState] = {}
-        self._current = _Current()
+        self._current = Current()
         model.requires_grad_(False)
-        self._replace_linears()
         self._silence_dropout()
         model.eval()  # so nothing draws from a stream that all jobs would share
+        self._mixed = replace_linears(model, self.outline.head, self._current)
         if checkpointing:
             checkpoint_layers(model)
         model.enable_input_require_grads()
@@ -91,6 +81,14 @@ class SuperModel:
             )
         self._check()
         self.fingerprint = fingerprint(model)
+        self._graphs = Graphs(self._hidden)
+        self._captured: tuple[object, ...] = ()
+        if compiled is None:
+            compiled = self.device.type == "cuda" and self.dtype.itemsize == 2
+        self.compiled = compiled and not deterministic
+        if self.compiled:
+            for layer in decoder_layers(model):
+                layer.compile()
 
     @classmethod
     def load(cls, base: BaseSpec, *, device: str | torch.device | None = None, **options: Any) -> "SuperModel":
@@ -105,21 +103,29 @@ class SuperModel:
         slot = next(slot for slot in range(len(self.residents) + 1) if slot not in self.residents)
         self.residents[slot] = state
         for name, site in state.sites():
-            self._mixed[name].sites[slot] = site
+            self._mixed[name].bundle.adapters.place(self._mixed[name].index, slot, site)
+        self._fit_ranks()
         return slot
 
     def remove(self, slot: int) -> AdapterState:
         """Take a resident out; its vectors are untouched."""
         for module in self._mixed.values():
-            module.sites.pop(slot, None)
-        return self.residents.pop(slot)
+            module.bundle.adapters.remove(module.index, slot)
+        state = self.residents.pop(slot)
+        self._fit_ranks()
+        return state
 
     def train(self, batch: Batch) -> torch.Tensor:
         """Forward and backward. Adds to the residents' gradients; returns each item's weighted loss [S]."""
         with self._passing(batch.rows):
-            hidden = self._hidden(batch)
-            losses_S, d_hidden = self._loss(hidden.detach(), batch, with_gradient=True)
-            hidden.backward(d_hidden)
+            if self.is_small(batch.rows.num_rows) and (graph := self._graphs.find(batch)):
+                losses_S, d_hidden = self._loss(graph.forward(batch), batch, with_gradient=True)
+                assert d_hidden is not None
+                graph.backward(d_hidden)
+            else:
+                hidden = self._hidden(batch)
+                losses_S, d_hidden = self._loss(hidden.detach(), batch, with_gradient=True)
+                hidden.backward(d_hidden)
         return losses_S
 
     @torch.no_grad()
@@ -127,6 +133,16 @@ class SuperModel:
         """Forward alone; returns each item's weighted loss [S]."""
         with self._passing(batch.rows):
             return self._loss(self._hidden(batch), batch, with_gradient=False)[0]
+
+    def is_small(self, num_rows: int) -> bool:
+        """Whether a tick of so many rows takes longer to launch than to compute, and is captured."""
+        return self.compiled and self.device.type == "cuda" and num_rows * self.outline.num_parameters < SMALL_WORK
+
+    def row_multiple(self, num_rows: int) -> int:
+        """What a tick's rows are rounded up to, so that shapes are few: a twelfth or less of a small tick, else 64."""
+        if not self.compiled:
+            return 1
+        return max(64, 1 << max(0, num_rows.bit_length() - 4)) if self.is_small(num_rows) else 64
 
     @contextmanager
     def threads(self) -> Iterator[None]:
@@ -148,13 +164,14 @@ class SuperModel:
     def _loss(
         self, hidden_TH: torch.Tensor, batch: Batch, *, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return reference.linear_cross_entropy(
+        head = self._mixed[self.outline.head]
+        return linear_cross_entropy(
             hidden_TH,
-            self._head.weight,
-            self._head.bias,
+            head.weight,
+            head.bias,
             batch.rows,
             batch.loss,
-            self._head.sites,
+            head.bundle.adapters,
             multiplier=self._multiplier,
             softcap=self._softcap,
             with_gradient=with_gradient,
@@ -170,13 +187,16 @@ class SuperModel:
         finally:
             self._current.rows = None
 
-    def _replace_linears(self) -> None:
-        self._mixed: dict[str, MixedLinear] = {}
-        for name, module in list(self.model.named_modules()):
-            if type(module) is nn.Linear:
-                self._mixed[name] = MixedLinear(module, self._current)
-                self.model.set_submodule(name, self._mixed[name])
-        self._head = self._mixed[self.outline.head]
+    def _fit_ranks(self) -> None:
+        """One row stride for every module's low-rank products: code that was compiled for a layer serves them all."""
+        ranks = [site.rank for state in self.residents.values() for site in state.layout.sites]
+        adapters = [module.bundle.adapters for module in self._mixed.values()]
+        for part in adapters:
+            part.low = stride_of(max(ranks, default=1))
+        captured = tuple((part.low, part.is_empty, part.table.data_ptr()) for part in adapters)
+        if captured != self._captured:
+            self._captured = captured
+            self._graphs.clear()
 
     def _silence_dropout(self) -> None:
         """The base's own dropout would draw from one stream for all jobs, also where layers think that they train."""
@@ -236,9 +256,12 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     dtype = model.dtype
     again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), precision(dtype))}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+    for layer in decoder_layers(model):
+        layer.training = True
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def precision(dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -25,8 +25,10 @@ from tlora.dealing import Claim, deal
 from tlora.errors import CheckpointError, JobError, StateError, TloraError
 from tlora.files import atomic_path
 from tlora.job import JobRecord, State
-from tlora.optim import optimizer_step
-from tlora.packing import Item, pack
+from tlora.kernels.adamw import adamw
+from tlora.kernels.tiles import Update
+from tlora.optim import update_of
+from tlora.packing import Item, pack, rows_of
 from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import JobSpec, differences, parse_job
 from tlora.supermodel import SuperModel
@@ -178,12 +180,13 @@ class Trainer:
 
     def _send(self, items: list[Item], phase: Phase) -> None:
         training = phase is Phase.TRAINING
+        num_rows = sum(rows_of(item.sequence, self.supermodel.deterministic) for item in items)
         batch = pack(
             items,
             device=self.supermodel.device,
             per_sequence=self.supermodel.deterministic,
             training=training,
-            round_to=self.options.round_to,
+            round_to=math.lcm(self.options.round_to, self.supermodel.row_multiple(num_rows)),
         )
         losses = self.supermodel.train(batch) if training else self.supermodel.evaluate(batch)
         for job in self.jobs.values():
@@ -192,20 +195,24 @@ class Trainer:
                 job.add_losses([items[index].position for index in at], losses[at])
 
     def _step(self, jobs: list[ResidentJob]) -> None:
-        """Optimizer steps of the jobs whose batch is through, then one look at the device for all of them."""
-        measured: dict[str, torch.Tensor] = {}
+        """Optimizer steps of the jobs whose batch is through, taken at once, then one look at the device for all."""
+        updates: dict[str, Update] = {}
         for job in jobs:
-            self._guard(job, partial(self._update, job, measured))
-        stepped = [job for job in jobs if job.name in measured]
-        values = torch.stack(list(measured.values())).tolist() if measured else []
+            self._guard(job, partial(self._prepare, job, updates))
+        stepped = [job for job in jobs if job.name in updates]
+        if not stepped:
+            return
+        for job in stepped:
+            job.is_settled = False
+        norms = adamw(list(updates.values()))
+        losses = torch.stack([update.loss for update in updates.values()])
+        values = torch.stack([losses.double(), norms.double()], dim=1).tolist()
         for job, (loss, norm) in zip(stepped, values, strict=True):
             self._guard(job, partial(self._after_step, job, loss, norm))
 
-    def _update(self, job: ResidentJob, measured: dict[str, torch.Tensor]) -> None:
-        job.is_settled = False
+    def _prepare(self, job: ResidentJob, updates: dict[str, Update]) -> None:
         loss = job.summed_loss()
-        norm = optimizer_step(job.state, job.spec.optim, loss=loss, step=job.step, lr=job.rate)
-        measured[job.name] = torch.stack([loss.double(), norm.double()])
+        updates[job.name] = update_of(job.state, job.spec.optim, loss=loss, step=job.step, lr=job.rate)
 
     def _after_step(self, job: ResidentJob, loss: float, norm: float) -> None:
         now_s = time.perf_counter()

@@ -1,7 +1,7 @@
 """What goes wrong for one job ends or skips that job alone, with its reason; the others go on, bit for bit."""
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from tlora import checkpoint, trainer
 from tlora.adapter import AdapterState
 from tlora.checkpoint import STATE, load_state
 from tlora.errors import CheckpointError
+from tlora.kernels.tiles import Update
 from tlora.packing import Batch
 from tlora.resident import ResidentJob
 from tlora.supermodel import fingerprint
@@ -107,7 +108,7 @@ def test_a_failing_tracker_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_an_adapter_that_learnt_nothing_is_not_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16: an adapter that loads as a no-op."""
-    monkeypatch.setattr(trainer, "optimizer_step", lambda state, *args, **kwargs: state.grad.norm())
+    monkeypatch.setattr(trainer, "adamw", lambda updates: torch.stack([update.grad.norm() for update in updates]))
     work = toy.Recorder(toy.super_model())
     job = work.attach(toy.job(tmp_path), toy.data())
     toy.finish(work)
@@ -159,20 +160,20 @@ def test_a_tick_broken_off_amid_an_optimizer_step_saves_no_half_step(
     spec, rows = toy.job(tmp_path, save_every=2), toy.data(seed=1)
     work = toy.Recorder(model)
     job = work.attach(spec, rows)
-    step = trainer.optimizer_step
+    step = trainer.adamw
 
-    def breaks(state: AdapterState, *args: object, **options: object) -> torch.Tensor:
-        norm = step(state, *args, **options)  # type: ignore[arg-type]
+    def breaks(updates: Sequence[Update]) -> torch.Tensor:
+        norms = step(updates)
         if job.step == 3:
             raise crash
-        return norm
+        return norms
 
-    monkeypatch.setattr(trainer, "optimizer_step", breaks)
+    monkeypatch.setattr(trainer, "adamw", breaks)
     with pytest.raises(crash):
         toy.finish(work)
     work.detach("a")
     assert load_state(spec.folder)[1]["step"] == 2
-    monkeypatch.setattr(trainer, "optimizer_step", step)
+    monkeypatch.setattr(trainer, "adamw", step)
     again = toy.Recorder(model)
     job = again.attach(spec, rows, resume=True)
     toy.finish(again)
@@ -182,14 +183,14 @@ def test_a_tick_broken_off_amid_an_optimizer_step_saves_no_half_step(
 def test_arithmetic_that_fails_for_one_job_ends_that_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = toy.Recorder(toy.super_model())
     jobs = [work.attach(toy.job(tmp_path, name), toy.data()) for name in ("bad", "good")]
-    step = trainer.optimizer_step
+    prepare = trainer.update_of
 
-    def overflows(state: AdapterState, *args: object, **options: object) -> torch.Tensor:
+    def overflows(state: AdapterState, *args: object, **options: object) -> Update:
         if state is jobs[0].state:
-            raise RuntimeError("value cannot be converted to type float without overflow")
-        return step(state, *args, **options)  # type: ignore[arg-type]
+            raise OverflowError("math range error")
+        return prepare(state, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer, "optimizer_step", overflows)
+    monkeypatch.setattr(trainer, "update_of", overflows)
     toy.finish(work)
     assert [job.record.state for job in jobs] == ["failed", "finished"]
 

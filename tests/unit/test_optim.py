@@ -11,7 +11,8 @@ from peft.optimizers import create_loraplus_optimizer
 from transformers import LlamaForCausalLM, get_scheduler
 
 from tlora.adapter import AdapterState, lay_out
-from tlora.optim import learning_rate, optimizer_step
+from tlora.kernels.adamw import adamw
+from tlora.optim import learning_rate, update_of
 from tlora.spec import AdapterSpec, OptimSpec, ScheduleSpec
 
 LINEARS = {"a.q_proj": torch.Size((24, 16)), "a.v_proj": torch.Size((8, 16))}
@@ -37,6 +38,11 @@ def fill_gradient(state: AdapterState, step: int, size: float = 1.0) -> list[tor
             part.normal_(generator=draw).mul_(size)
             parts.append(part.clone())
     return parts
+
+
+def step_of(state: AdapterState, optim: OptimSpec, *, loss: torch.Tensor, step: int, lr: float) -> torch.Tensor:
+    """One job's step; the norm of its gradient."""
+    return adamw([update_of(state, optim, loss=loss, step=step, lr=lr)])[0]
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
@@ -73,7 +79,7 @@ def test_clipping_is_that_of_torch(most: float) -> None:
     for part, gradient in zip(parts, fill_gradient(state, 1), strict=True):
         part.grad = gradient
     norm = torch.nn.utils.clip_grad_norm_(parts, most if most else float("inf"))
-    got = optimizer_step(state, OptimSpec(max_grad_norm=most), loss=FINE, step=0, lr=0.0)
+    got = step_of(state, OptimSpec(max_grad_norm=most), loss=FINE, step=0, lr=0.0)
     assert got.item() == pytest.approx(norm.item(), rel=1e-12)
     moments = [moment for site in state.layout.sites for moment in site.views(state.exp_avg_sq)]
     assert (
@@ -108,7 +114,7 @@ def peft_steps(optim: OptimSpec) -> tuple[list[torch.Tensor], AdapterState]:
             weight.grad = gradient
         torch.nn.utils.clip_grad_norm_(theirs.values(), optim.max_grad_norm)
         optimizer.step()
-        optimizer_step(state, optim, loss=FINE, step=step, lr=optim.lr)
+        step_of(state, optim, loss=FINE, step=step, lr=optim.lr)
         assert not state.grad.any()
     return [weight.detach() for weight in theirs.values()], state
 
@@ -132,13 +138,13 @@ def test_a_ratio_on_the_wrong_half_is_seen() -> None:
 def test_an_unhealthy_step_changes_nothing(what: str, ratio: float) -> None:
     state, optim = state_of(torch.float32), OptimSpec(lr=1e-2, weight_decay=0.1, loraplus_ratio=ratio)
     fill_gradient(state, 0)
-    optimizer_step(state, optim, loss=FINE, step=0, lr=optim.lr)
+    step_of(state, optim, loss=FINE, step=0, lr=optim.lr)
     before: Mapping[str, torch.Tensor] = {name: part.clone() for name, part in state.tensors().items()}
     fill_gradient(state, 1, 1e30 if what == "overflow" else 1.0)
     if what == "gradient":
         state.grad[3] = torch.nan
     loss = torch.tensor(torch.nan if what == "loss" else 1.0)
-    norm = optimizer_step(state, optim, loss=loss, step=1, lr=optim.lr)
+    norm = step_of(state, optim, loss=loss, step=1, lr=optim.lr)
     assert torch.isfinite(norm) == (what == "loss")
     assert all(torch.equal(part, before[name]) for name, part in state.tensors().items())
     assert not state.grad.any()
@@ -147,6 +153,6 @@ def test_an_unhealthy_step_changes_nothing(what: str, ratio: float) -> None:
 def test_the_kernels_copy_follows_the_master() -> None:
     state = state_of(torch.bfloat16)
     fill_gradient(state, 0)
-    optimizer_step(state, OptimSpec(lr=1e-1), loss=FINE, step=0, lr=1e-1)
+    step_of(state, OptimSpec(lr=1e-1), loss=FINE, step=0, lr=1e-1)
     assert state.master.dtype == torch.float32
     assert torch.equal(state.compute, state.master.bfloat16())

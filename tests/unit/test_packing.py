@@ -42,15 +42,18 @@ def test_rows_hold_their_sequences(batch: Batch) -> None:
         length = len(item.sequence)
         assert batch.ids_T[span].tolist() == item.sequence.ids.tolist()
         assert batch.positions_T[span].tolist() == list(range(length))
-        assert batch.rows.counters_T[span].tolist() == list(range(item.counter, item.counter + length))
+        assert batch.rows.tables.counters_T[span].tolist() == list(range(item.counter, item.counter + length))
 
 
 def test_blocks_sum_to_the_rows(batch: Batch, options: dict) -> None:
     rows = batch.rows
-    assert sum(rows.blocks) == rows.num_rows == len(batch.ids_T) == len(batch.positions_T) == len(rows.counters_T)
+    assert sum(rows.blocks) == rows.num_rows == len(rows.tables.counters_T)
+    assert len(batch.ids_T) == len(batch.positions_T) == rows.num_rows
     assert rows.num_rows % options.get("round_to", 1) == 0
     assert rows.block_ends_S.dtype == torch.int32
-    assert rows.block_ends_S.tolist() == np.cumsum([0, *rows.blocks]).tolist()
+    ends = np.cumsum([0, *rows.blocks]).tolist()
+    assert rows.block_ends_S.tolist() == ends + [rows.num_rows] * (-len(ends) % 64)
+    assert rows.longest // 2 < max(rows.blocks) <= rows.longest
     assert len(rows.blocks) - len(batch.items) in ((0, 1) if "round_to" in options else (0,))
     assert (rows.training, rows.per_sequence) == (options.get("training", True), options.get("per_sequence", False))
     assert rows.blocks[: len(batch.items)] == tuple(rows_of(item.sequence, rows.per_sequence) for item in batch.items)
@@ -126,7 +129,7 @@ def test_deterministic_rows_lie_the_same_beside_any_neighbour() -> None:
         moved = beside.rows.num_rows - alone.rows.num_rows
         assert moved % DETERMINISTIC_ROWS == 0
         assert torch.equal(beside.positions_T[moved:], alone.positions_T)
-        assert torch.equal(beside.rows.counters_T[moved:], alone.rows.counters_T)
+        assert torch.equal(beside.rows.tables.counters_T[moved:], alone.rows.tables.counters_T)
         assert beside.rows.blocks[-2:] == alone.rows.blocks == (32, 64)
 
 

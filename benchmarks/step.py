@@ -1,0 +1,281 @@
+"""The whole step of eight mixed jobs beside its floor, the frozen backbone and PEFT; tick times for the scheduler.
+
+    python -m benchmarks.step [--base llama-8b] [--parts step throughput memory profile]
+
+Weights and tokens are random: speed does not depend on them. Bases have real shapes. Rows go to
+`benchmarks/results/<gpu>/step.json`, tick times and memory to `profile.json` beside it.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from benchmarks import results
+from tlora.adapter import AdapterState
+from tlora.data import TokenSequence
+from tlora.kernels.adamw import adamw
+from tlora.optim import update_of
+from tlora.packing import Item, pack
+from tlora.spec import AdapterSpec, BaseSpec, OptimSpec
+from tlora.supermodel import SuperModel
+
+RANKS = (2, 4, 8, 16, 16, 32, 64, 64)
+DROPOUT = 0.1
+BASES: dict[str, PretrainedConfig] = {
+    "llama-8b": LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0,
+    ),
+    "qwen3-8b": Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=8192,
+    ),
+    "llama-1b": LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+
+
+class Bench:
+    """One base on this GPU."""
+
+    def __init__(self, name: str):
+        self.name, self.config = name, BASES[name]
+        self.model = SuperModel(fresh(self.config), BaseSpec(model=name))
+        self.states: list[AdapterState] = []
+
+    def label(self, name: str) -> str:
+        return name if self.name == "llama-8b" else f"{name}/{self.name}"
+
+    def place(self, ranks: Sequence[int]) -> None:
+        """Make just these jobs resident, every other one with dropout."""
+        for slot in list(self.model.residents):
+            self.model.remove(slot)
+        self.states = []
+        for number, rank in enumerate(ranks):
+            spec = AdapterSpec(rank=rank, alpha=rank, targets="all-linear", dropout=DROPOUT * (number % 2))
+            layout = self.model.outline.lay_out(spec)
+            state = AdapterState(layout, spec, seed=number, device=self.model.device, dtype=self.model.dtype)
+            state.master[layout.b_start :].normal_(std=0.02)
+            state.publish()
+            self.states.append(state)
+            self.model.place(state)
+
+    def step(self, jobs: Sequence[int], length: int) -> None:
+        """One step of the given residents, one sequence of `length` tokens each: pack, forward, backward, optimizer."""
+        items = [Item(slot, 0, 0, 0, 1.0 / (length - 1), sequence(length, slot)) for slot in jobs]
+        batch = pack(items, device=self.model.device, round_to=self.model.row_multiple(len(items) * length))
+        losses = self.model.train(batch)
+        if self.states:
+            adamw([
+                update_of(self.states[slot], OptimSpec(lr=1e-5), loss=losses[at], step=0, lr=1e-5)
+                for at, slot in enumerate(jobs)
+            ])  # fmt: skip
+
+    def floor(self, num_rows: int) -> Callable[[], None]:
+        """Every plain product of a step: forward and input gradient of each linear of one layer, and of the head."""
+        layer = next(module for module in self.model.model.modules() if isinstance(module, GradientCheckpointingLayer))
+        bundles = {id(linear.bundle): linear.bundle.weight for linear in layer.modules() if hasattr(linear, "bundle")}
+        head = self.model.model.get_output_embeddings().weight
+        times = [(weight, self.model.outline.num_layers) for weight in bundles.values()] + [(head, 1)]
+        products = [
+            (weight, count, *(weight.new_empty(num_rows, width).normal_() for width in weight.shape))
+            for weight, count in times
+        ]
+
+        def run() -> None:
+            for weight, count, dy, x in products:
+                for _ in range(count):
+                    torch.mm(x, weight.T)
+                    torch.mm(dy, weight)
+
+        return run
+
+
+def fresh(config: PretrainedConfig) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def sequence(length: int, seed: int) -> TokenSequence:
+    ids = np.random.default_rng(seed).integers(0, 30000, length).astype(np.int32)
+    return TokenSequence(ids, np.arange(length) >= 1)
+
+
+def in_turn(runs: dict[str, Callable[[], None]], rounds: int = 5) -> dict[str, float]:
+    """Median milliseconds of each, after what compiles, captures and measures itself has done so."""
+    for run in [*runs.values()] * 4:
+        run()
+    return results.medians_ms(runs, calls=1, rounds=rounds, graphed=False)
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def steps(bench: Bench) -> None:
+    """Eight jobs against the floor, and against the same tick without adapters. The two cannot be interleaved, since
+    what is resident differs; each is timed beside the floor, and their quotients are divided."""
+    for length in (1024, 2048):
+        num_rows, shape = 8 * length, f"8x{length}"
+        floor = bench.floor(num_rows)
+        bench.place(())
+        frozen = in_turn({"floor": floor, "step": lambda length=length: bench.step(range(8), length)})
+        bench.place(RANKS)
+        full = in_turn({"floor": floor, "step": lambda length=length: bench.step(range(8), length)})
+        target, over = (1.35, 1.08) if bench.name == "llama-8b" else (None, None)
+        add(bench, f"step/{shape}", full["step"], "plain products", full["floor"], target)
+        scaled = frozen["step"] * full["floor"] / frozen["floor"]
+        add(bench, f"step-over-frozen/{shape}", full["step"], "frozen backbone and head", scaled, over)
+        free()
+
+
+def add(
+    bench: Bench, name: str, ours: float, against: str, theirs: float, target: float | None, *, faster: bool = False
+) -> None:
+    """`faster`: the ratio says how many times as fast we are."""
+    row = results.row(bench.label(name), bench.name, ours, against, theirs, target, "higher" if faster else "lower")
+    results.write("step", [row])
+
+
+class Peft:
+    """One PEFT job on a base of its own, in a plain training loop."""
+
+    def __init__(self, config: PretrainedConfig, *, dropout: float, compiled: bool = False):
+        lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear")
+        self.model = get_peft_model(fresh(config), lora).train()
+        if compiled:
+            for layer in self.model.modules():
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.compile()
+        self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-5)
+
+    def step(self, length: int) -> None:
+        ids = torch.from_numpy(sequence(length, 0).ids).long().cuda()[None]
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def throughput(bench: Bench, lengths: Sequence[int] = (512, 2048)) -> None:
+    """Tokens/s of eight jobs together over the same jobs one after the other."""
+    for length in lengths:
+        bench.place(RANKS)
+        solo = [lambda slot=slot, length=length: bench.step([slot], length) for slot in range(8)]
+        runs = {
+            "ours": lambda length=length: bench.step(range(8), length),
+            **{f"solo{slot}": run for slot, run in enumerate(solo)},
+        }
+        ours = in_turn(runs)
+        alone = sum(time for name, time in ours.items() if name != "ours")
+        shape, target = f"8x{length}", {512: 6.0, 2048: 1.9}.get(length) if bench.name == "llama-8b" else None
+        add(
+            bench,
+            f"throughput/{shape}/own-solo",
+            ours["ours"],
+            "ours, one job after the other",
+            alone,
+            None,
+            faster=True,
+        )
+        for compiled in (False, True):
+            times = []
+            for dropout in (0.0, DROPOUT):  # half of the jobs have each
+                peft = Peft(bench.config, dropout=dropout, compiled=compiled)
+                together = {"ours": runs["ours"], "peft": lambda peft=peft, length=length: peft.step(length)}
+                times.append(in_turn(together))
+                del peft, together
+                torch._dynamo.reset()
+                free()
+            theirs = sum(4 * time["peft"] for time in times)
+            mine = statistics.mean(time["ours"] for time in times)
+            how = "compiled" if compiled else "eager"
+            add(bench, f"throughput/{shape}/peft-{how}", mine, f"PEFT {how}, one job after the other", theirs,
+                None if compiled else target, faster=True)  # fmt: skip
+
+
+def memory(bench: Bench) -> None:
+    """Peak of a tick of eight jobs over one base, and eight times the peak of one PEFT job."""
+    length = 1024
+    bench.place(RANKS)
+    free()
+    ours = peak(lambda: bench.step(range(8), length))
+    others = torch.cuda.memory_allocated()
+    theirs = 8 * (peak(partial(Peft(bench.config, dropout=DROPOUT).step, length)) - others)
+    target = 0.3 if bench.name == "llama-8b" else None
+    add(bench, "memory/8-jobs", ours / 2**30, "GiB: 8 × one PEFT job of 1024 tokens", theirs / 2**30, target)
+    free()
+
+
+def peak(run: Callable[[], None]) -> int:
+    for _ in range(2):
+        run()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def profile(bench: Bench) -> Iterator[dict[str, object]]:
+    """Tick time and memory over tokens and rank sums: what the capacity model starts from."""
+    for ranks in ((16,), (16,) * 8, RANKS):
+        bench.place(ranks)
+        for length in (64, 128, 256, 512, 1024, 2048):
+            jobs = range(len(ranks))
+            times = in_turn({"tick": lambda length=length, jobs=jobs: bench.step(jobs, length)}, rounds=3)
+            yield {
+                "base": bench.name,
+                "parameters": bench.model.outline.num_parameters,
+                "layers": bench.model.outline.num_layers,
+                "jobs": len(ranks),
+                "rank_sum": sum(ranks),
+                "tokens": len(ranks) * length,
+                "longest": length,
+                "tick_ms": round(times["tick"], 3),
+                "peak_bytes": peak(lambda length=length, jobs=jobs: bench.step(jobs, length)),
+            }
+
+
+def write_profile(ticks: Sequence[dict[str, object]]) -> None:
+    """Put them beside those of other bases, in the place of this base's."""
+    path = results.folder() / "profile.json"
+    kept = json.loads(path.read_text())["ticks"] if path.exists() else []
+    kept = [tick for tick in kept if tick["base"] not in {tick["base"] for tick in ticks}]
+    head = {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "commit": results.commit()}
+    path.write_text(json.dumps({**head, "ticks": [*kept, *ticks]}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", nargs="+", choices=list(BASES), default=["llama-8b"])
+    parser.add_argument("--parts", nargs="+", default=["step", "throughput", "memory", "profile"])
+    arguments = parser.parse_args()
+    parts = {"step": steps, "throughput": throughput, "memory": memory}
+    for base in arguments.base:
+        bench = Bench(base)
+        for part in (part for part in arguments.parts if part in parts):
+            parts[part](bench)
+        if "profile" in arguments.parts:
+            write_profile(list(profile(bench)))
+        del bench
+        torch._dynamo.reset()
+        free()
+
+
+if __name__ == "__main__":
+    main()

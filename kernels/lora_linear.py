@@ -1,0 +1,194 @@
+"""The mixed-job linear: Y = X Wᵀ + b, plus each job's own low-rank product on its own rows.
+
+Forward launches `low_rank.project` and one wide product; backward launches `gradient_b`, `sum_slabs`, one wide product,
+`gradient_a` and `fold_sums`. Two custom operators with fakes make it whole for torch.compile and CUDA graphs. Factors
+and gradients are reached by the addresses in `Adapters.table`: backward adds to the gradients as a side effect that no
+graph sees, which is safe because its result dX is always needed (the embeddings' output requires grad).
+"""
+
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tlora.kernels import low_rank, product, reference, routes
+from tlora.kernels.tiles import PART_ROWS, Adapters, RowTable
+
+_Tables = tuple[Tensor, Tensor, Tensor]
+
+
+def lora_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, rows: RowTable, adapters: Adapters) -> Tensor:
+    """`reference.lora_linear`, fused where it can be. In deterministic mode a row's bits come from one tile shape."""
+    if not routes.is_fused(x_TK) or (rows.per_sequence and not routes.has_descriptors(x_TK, weight_NK)):
+        return reference.lora_linear(x_TK, weight_NK, bias_N, rows, adapters)
+    if adapters.is_empty and not rows.per_sequence:
+        return F.linear(x_TK, weight_NK, bias_N)
+    tables = rows.tables
+    owners = (tables.segment_T, tables.segments, tables.counters_T)
+    sums = (tables.pieces, tables.parts, tables.folds)
+    columns, low = list(adapters.columns), adapters.low
+    y_TN, _ = forward(
+        x_TK, weight_NK, bias_N, *owners, *sums, adapters.table, columns, low, rows.training, rows.per_sequence
+    )
+    return y_TN  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("tlora::lora_linear", mutates_args=())
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segment_T: Tensor,
+    segments: Tensor,
+    counters_T: Tensor,
+    pieces: Tensor,
+    parts: Tensor,
+    folds: Tensor,
+    sites: Tensor,
+    columns: list[int],
+    low: int,
+    training: bool,
+    pinned: bool,
+) -> tuple[Tensor, Tensor]:
+    """Y [T, N] and S [modules, T, low]."""
+    T, K = x.shape
+    modules, slots, _ = sites.shape
+    s = x.new_empty(modules, T, low)
+    owners = (segment_T, segments, counters_T)
+    parts_k = 1 if pinned else max(1, min(8, K // 1024))
+    part_k = -(-K // parts_k // 128) * 128
+    slabs = s if parts_k == 1 else x.new_empty(modules, parts_k, T, low, dtype=torch.float32)
+    low_rank.project[modules, parts_k, triton.cdiv(T, 64)](
+        x, slabs, *owners, sites, T, slots, K, part_k, low, training, 64, 128, routes.precision(x),
+        num_warps=4, num_stages=3 if x.itemsize == 2 else 2,
+    )  # fmt: skip
+    if parts_k > 1:
+        ends = tuple(parts_k * module for module in range(modules + 1))
+        low_rank.sum_slabs[modules, triton.cdiv(T, 16)](
+            slabs, s, segment_T, segments, sites, T, slots, ends, low, training, 16, num_warps=4
+        )
+    y = x.new_empty(T, weight.shape[0])
+    _wide(x, weight, bias, y, s, owners, sites, tuple(columns), training, pinned, backward=False)
+    return y, s
+
+
+@forward.register_fake
+def _(x, weight, bias, segment_T, segments, counters_T, pieces, parts, folds, sites, columns, low, training, pinned):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(sites.shape[0], x.shape[0], low)
+
+
+@torch.library.custom_op("tlora::lora_linear_backward", mutates_args=())
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    s: Tensor,
+    weight: Tensor,
+    segment_T: Tensor,
+    segments: Tensor,
+    counters_T: Tensor,
+    pieces: Tensor,
+    parts: Tensor,
+    folds: Tensor,
+    sites: Tensor,
+    columns: list[int],
+    training: bool,
+    pinned: bool,
+) -> Tensor:
+    """dX [T, K]; adds dA and dB to the gradients whose addresses `sites` holds."""
+    T, K = x.shape
+    N = weight.shape[0]
+    modules, slots, _ = sites.shape
+    low, spans = s.shape[-1], tuple(columns)
+    owners = (segment_T, segments, counters_T)
+    precision, half = routes.precision(x), x.itemsize == 2
+    wide, deep = (256, 64) if half else (64, 64)
+    ends = tuple(accumulate((triton.cdiv(end - start, wide) for start, end in pairwise(spans)), initial=0))
+    slabs, ds = x.new_empty(ends[-1], T, low), torch.empty_like(s)
+    # A job that is cut has parts of more than two thirds of PART_ROWS rows.
+    partials = 0 if pinned else 3 * T // (2 * PART_ROWS) + 1
+    sums_a, sums_b = (x.new_empty(partials, low, n, dtype=torch.float32) for n in (modules * K, N))
+    low_rank.gradient_b[ends[-1], len(parts)](
+        dy, s, slabs, sums_b, pieces, parts, sites, T, slots, N, spans, low, 64, wide, precision,
+        num_warps=8, num_stages=3 if half else 2,
+    )  # fmt: skip
+    low_rank.sum_slabs[modules, triton.cdiv(T, 16)](
+        slabs, ds, segment_T, segments, sites, T, slots, ends, low, training, 16, num_warps=4
+    )
+    dx = torch.empty_like(x)
+    _wide(dy, weight, None, dx, ds, owners, sites, spans, training, pinned, backward=True)
+    low_rank.gradient_a[modules, triton.cdiv(K, deep), len(parts)](
+        x, ds, sums_a, *owners, pieces, parts, sites, T, slots, K, low, training, 32, deep, precision,
+        num_warps=4, num_stages=4 if half else 2,
+    )  # fmt: skip
+    if partials:
+        tiles = modules * triton.cdiv(K, 256) + sum(triton.cdiv(end - start, 256) for start, end in pairwise(spans))
+        low_rank.fold_sums[tiles, len(folds)](sums_a, sums_b, folds, sites, slots, K, N, spans, low, 256, num_warps=4)
+    return dx
+
+
+@backward.register_fake
+def _(dy, x, s, weight, segment_T, segments, counters_T, pieces, parts, folds, sites, columns, training, pinned):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, weight, _, *tables, columns, _, training, pinned = inputs
+    ctx.save_for_backward(x, output[1], weight, *tables)
+    ctx.settings = columns, training, pinned
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx, dy, _):  # type: ignore[no-untyped-def]
+    return backward(dy.contiguous(), *ctx.saved_tensors, *ctx.settings), *[None] * 13
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _wide(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    low: Tensor,
+    owners: _Tables,
+    sites: Tensor,
+    spans: tuple[int, ...],
+    training: bool,
+    pinned: bool,
+    *,
+    backward: bool,
+) -> None:
+    """y = x Wᵀ + b + S Bᵀ, or x W + D ⊙ (S A): by the way that is fastest for this shape."""
+    modules, slots, _ = sites.shape
+    (T, N), columns = y.shape, (0, y.shape[1]) if backward else spans
+
+    def tiled(shape: routes.Tile) -> None:
+        block = [shape.BK, shape.BN] if backward else [shape.BN, shape.BK]
+        tiles = sum(triton.cdiv(end - start, shape.BN) for start, end in pairwise(columns))
+        programs = min(triton.cdiv(T, shape.BM) * tiles, routes.num_programs(x))
+        product.fused[(programs,)](
+            TensorDescriptor.from_tensor(x, [shape.BM, shape.BK]), TensorDescriptor.from_tensor(weight, block),
+            TensorDescriptor.from_tensor(y, [shape.BM, shape.BN]), y, bias, low, *owners, sites, T, slots,
+            x.shape[1], N, columns, modules, low.shape[-1], backward, training, shape.BM, shape.BN, shape.BK,
+            shape.GROUP, tiles, programs, any(end % shape.BN for end in columns[1:-1]), routes.precision(x),
+            num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+
+    def library() -> None:
+        torch.mm(x, weight if backward else weight.T, out=y)
+        if bias is not None:
+            y.add_(bias)
+        BM, BN = (64, 64) if x.itemsize == 4 else (128, 128)
+        tiles = sum(triton.cdiv(end - start, BN) for start, end in pairwise(columns))
+        product.expand[triton.cdiv(T, BM), tiles](
+            y, low, *owners, sites, T, slots, N, columns, modules, low.shape[-1], backward, training, BM, BN,
+            routes.precision(x), num_warps=8, num_stages=1,
+        )  # fmt: skip
+
+    size = min(8192, max(256, triton.next_power_of_2(T)))
+    key = f"{'backward' if backward else 'forward'} {x.dtype} {size}x{x.shape[1]}->{spans}"
+    routes.run_fastest(key, y, tiled, library, bulk=routes.has_descriptors(x, weight), pinned=pinned)

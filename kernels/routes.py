@@ -1,0 +1,130 @@
+"""Which way an op goes: fused kernels or their twins, and for a wide product the tile shape, or the library's product.
+
+The choice for a shape is measured once on the GPU at hand, and kept in the user's cache folder under that GPU's name.
+"""
+
+import json
+import logging
+import os
+import statistics
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+log = logging.getLogger("tlora")
+
+
+class Tile(NamedTuple):
+    """Tile of a wide product: BM rows, BN columns, BK deep; GROUP row tiles share their columns in the cache."""
+
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    warps: int
+    stages: int
+
+
+PINNED = Tile(128, 256, 64, 8, 8, 3)
+"""The one shape of deterministic mode."""
+_TILES = {"128x256": PINNED, "128x128": Tile(128, 128, 64, 8, 4, 4), "64x128": Tile(64, 128, 64, 8, 4, 4)}
+_LIBRARY = "library"
+
+
+def is_fused(tensor: Tensor) -> bool:
+    """Whether work on this tensor goes through the Triton kernels: on a GPU, in every precision but float64."""
+    return tensor.is_cuda and tensor.dtype is not torch.float64
+
+
+def has_descriptors(x: Tensor, weight: Tensor) -> bool:
+    """Whether bulk copies can read these: half precision, rows that start on 16 bytes."""
+    return x.itemsize == 2 and not any(width % 8 for width in weight.shape)
+
+
+def precision(x: Tensor) -> str:
+    return "ieee" if x.dtype is torch.float32 else "tf32"
+
+
+def num_programs(x: Tensor) -> int:
+    """Programs of a persistent kernel: one for each multiprocessor."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+
+
+def run_fastest(
+    key: str, y: Tensor, tiled: Callable[[Tile], None], library: Callable[[], None], *, bulk: bool, pinned: bool
+) -> None:
+    """Compute `y` by the way that is fastest for `key` (kind and shape), which is measured when it is new here.
+
+    `bulk`: bulk copies can read the operands. A way that fails on this GPU, or is wrong, is never chosen.
+    """
+    if not bulk:
+        library()
+    elif pinned or not y.is_cuda:
+        tiled(PINNED)
+    else:
+        choices = _choices(torch.cuda.get_device_name(y.device))
+        if key not in choices and not torch.cuda.is_current_stream_capturing():
+            choices[key] = _measure(y, tiled, library)
+            _keep(torch.cuda.get_device_name(y.device), choices)
+        choice = choices.get(key, "128x256")
+        if choice == _LIBRARY:
+            library()
+        else:
+            tiled(_TILES[choice])
+
+
+def _measure(y: Tensor, tiled: Callable[[Tile], None], library: Callable[[], None]) -> str:
+    times = {_LIBRARY: _median_ms(library)}
+    right = y.clone()
+    for name, tile in _TILES.items():
+        y.fill_(torch.nan)
+        try:
+            time_ms = _median_ms(lambda tile=tile: tiled(tile))  # type: ignore[misc]
+        except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
+            log.info("a product of %s tiles does not run on this GPU: %s", name, error)
+            continue
+        if torch.linalg.vector_norm(y - right) <= 2e-2 * torch.linalg.vector_norm(right):
+            times[name] = time_ms
+    return min(times, key=lambda name: times[name])
+
+
+def _median_ms(run: Callable[[], None]) -> float:
+    """Of five runs after two."""
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(statistics.median(times[2:]))
+
+
+def _file(gpu: str) -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tlora" / "products"
+    return folder / f"{gpu.replace(' ', '-')}_torch-{torch.__version__}_triton-{triton.__version__}.json"
+
+
+@cache
+def _choices(gpu: str) -> dict[str, str]:
+    try:
+        return {key: name for key, name in json.loads(_file(gpu).read_text()).items() if name in (*_TILES, _LIBRARY)}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _keep(gpu: str, choices: dict[str, str]) -> None:
+    path = _file(gpu)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(choices, indent=1, sort_keys=True))
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("the choice of kernels is measured again at each start: %s", error)

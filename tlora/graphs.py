@@ -1,0 +1,78 @@
+"""CUDA graphs of small ticks: a forward and backward pass of many short kernels, captured once for a shape of batch.
+
+Kernels reach adapters and their gradients through tables that are refilled in place, so that a graph outlives the jobs
+that it was captured with. Called by the super-model, which says when what was captured no longer holds.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from tlora.kernels.tiles import Tables
+from tlora.packing import Batch
+
+_SIGHTS = 3
+"""A shape is captured when it comes for the third time: by then it is compiled, and its products are measured."""
+_MOST = 16
+
+
+class Graphs:
+    """The shapes of one super-model."""
+
+    def __init__(self, hidden: Callable[[Batch], torch.Tensor]):
+        self._hidden = hidden
+        self._pool: Any = None
+        self._sights: Counter[tuple[object, ...]] = Counter()
+        self._graphs: dict[tuple[object, ...], _Graph] = {}
+
+    def clear(self) -> None:
+        """Forget all that was captured."""
+        self._graphs.clear()
+
+    def find(self, batch: Batch) -> "_Graph | None":
+        """The graph for this batch's shape, ready to be run; none as long as the shape is new, or others fill the
+        store."""
+        key = (batch.rows.longest, batch.rows.training, *(tensor.shape for tensor in _tensors(batch)))
+        self._sights[key] += 1
+        if key not in self._graphs and self._sights[key] >= _SIGHTS and len(self._graphs) < _MOST:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._graphs[key] = _Graph(self._hidden, batch, self._pool)
+        return self._graphs.get(key)
+
+
+class _Graph:
+    def __init__(self, hidden: Callable[[Batch], torch.Tensor], batch: Batch, pool: Any):
+        self._batch = _copy(batch)
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._forward, pool=pool):
+            output = hidden(self._batch)
+        self._d_output = torch.zeros_like(output)
+        with torch.cuda.graph(self._backward, pool=pool):
+            output.backward(self._d_output)
+        self._output = output.detach()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, H], valid until the next run of any graph."""
+        for mine, new in zip(_tensors(self._batch), _tensors(batch), strict=True):
+            mine.copy_(new, non_blocking=True)
+        self._forward.replay()
+        return self._output
+
+    def backward(self, d_output: torch.Tensor) -> None:
+        self._d_output.copy_(d_output)
+        self._backward.replay()
+
+
+def _tensors(batch: Batch) -> Iterator[torch.Tensor]:
+    """All that the base's layers read of a batch."""
+    yield from (batch.ids_T, batch.positions_T, batch.rows.block_ends_S)
+    yield from (getattr(batch.rows.tables, field.name) for field in fields(Tables))
+
+
+def _copy(batch: Batch) -> Batch:
+    tables = Tables(**{field.name: getattr(batch.rows.tables, field.name).clone() for field in fields(Tables)})
+    rows = replace(batch.rows, tables=tables, block_ends_S=batch.rows.block_ends_S.clone())
+    return replace(batch, ids_T=batch.ids_T.clone(), positions_T=batch.positions_T.clone(), rows=rows)
