@@ -44,6 +44,6 @@ def linear_cross_entropy(
 
 def chunks(rows: int, vocab: int) -> Sequence[LossBlock]:
     """As few chunks of about equal length as hold at most CHUNK_LOGITS logits each; of no job in particular."""
-    count = -(-rows * vocab // CHUNK_LOGITS)
+    count = max(1, -(-rows // max(1, CHUNK_LOGITS // vocab)))
     cuts = [rows * cut // count for cut in range(count + 1)]
     return [LossBlock(-1, 0, first, end - first) for first, end in pairwise(cuts)]

@@ -54,6 +54,7 @@ def forward(
     pinned: bool,
 ) -> tuple[Tensor, Tensor]:
     """Y [T, N] and S [modules, T, low]."""
+    x = _aligned(x)
     T, K = x.shape
     modules, slots, _ = sites.shape
     s = x.new_empty(modules, T, low)
@@ -98,6 +99,7 @@ def backward(
     pinned: bool,
 ) -> Tensor:
     """dX [T, K]; adds dA and dB to the gradients whose addresses `sites` holds."""
+    x, dy = _aligned(x), _aligned(dy)
     T, K = x.shape
     N = weight.shape[0]
     modules, slots, _ = sites.shape
@@ -142,10 +144,16 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dy, _):  # type: ignore[no-untyped-def]
-    return backward(dy.contiguous(), *ctx.saved_tensors, *ctx.settings), *[None] * 13
+    return backward(dy, *ctx.saved_tensors, *ctx.settings), *[None] * 13
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Rows one after the other from a multiple of 16 bytes, as the kernels read them."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _wide(

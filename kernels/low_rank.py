@@ -229,10 +229,11 @@ def gradient_a(x, d_low, sums, segment_T, segments, counters_T, pieces, parts, s
 def _fold(sums, grad, fold, stride, rank, i_n, m_n, W, LOW: tl.constexpr, BN: tl.constexpr):
     partial, count = tl.load(fold + 1), tl.load(fold + 2)
     for r in tl.range(rank):
-        total = tl.load(grad + r.to(tl.int64) * W + i_n, mask=m_n, other=0.0)
+        o_n = tl.cast(r, tl.int64) * W + i_n
+        total = tl.load(grad + o_n, mask=m_n, other=0.0)
         for i in tl.range(count):
-            total += tl.load(sums + (partial + i).to(tl.int64) * stride + r.to(tl.int64) * W + i_n, mask=m_n, other=0.0)
-        tl.store(grad + r.to(tl.int64) * W + i_n, total, mask=m_n)
+            total += tl.load(sums + tl.cast(partial + i, tl.int64) * stride + o_n, mask=m_n, other=0.0)
+        tl.store(grad + o_n, total, mask=m_n)
 
 
 @triton.jit

@@ -15,9 +15,10 @@ from tlora.kernels.mask import (
 
 
 @triton.jit
-def _add(acc, low, p_factor, rows, mine, rank, at, i_n, m_n, W, LOW: tl.constexpr, BR: tl.constexpr,
+def _add(acc, low, p_factor, rows, mine, shared, rank, at, i_n, m_n, W, LOW: tl.constexpr, BR: tl.constexpr,
          PRECISION: tl.constexpr):
-    """acc + S F, ranks `at` to `at + BR`; F is A or B, kept as [R, W]."""
+    """acc + S F, ranks `at` to `at + BR`; F is A or B, kept as [R, W]. In a `shared` tile an F that is not finite must
+    not reach the rows of other jobs, where S is 0: it is selected away, and this job's own S made NaN instead."""
     i_r = at + tl.arange(0, BR)
     m_r = i_r < rank
     # Past the first cache, which has little room beside the tiles and should keep the tables.
@@ -25,6 +26,11 @@ def _add(acc, low, p_factor, rows, mine, rank, at, i_n, m_n, W, LOW: tl.constexp
                   cache_modifier=".cg")
     b_f = tl.load(p_factor + i_r[:, None].to(tl.int64) * W + i_n[None, :], mask=m_r[:, None] & m_n[None, :], other=0.0,
                   cache_modifier=".cg")
+    if shared:
+        sound = b_f - b_f == 0.0
+        broken = tl.max(tl.max(tl.where(sound, 0, 1), 1), 0) > 0
+        b_f = tl.where(sound, b_f, 0.0)
+        b_s = tl.where(mine[:, None] & broken, float("nan"), b_s)
     return tl.dot(b_s, b_f, acc, input_precision=PRECISION)
 
 
@@ -42,57 +48,32 @@ def _low_rank(acc, low, segments, sites, segment_0, segment_1, rows, i_n, m_n, W
             p_factor = pointer(site + FIELD, low)
             if rank > 16:
                 for at in tl.range(0, rank, 64, num_stages=1):
-                    acc = _add(acc, low, p_factor, rows, mine, rank, at, i_n, m_n, W, LOW, 64, PRECISION)
+                    acc = _add(acc, low, p_factor, rows, mine, segment_0 < segment_1, rank, at, i_n, m_n, W, LOW, 64,
+                               PRECISION)
             elif rank > 0:
-                acc = _add(acc, low, p_factor, rows, mine, rank, 0, i_n, m_n, W, LOW, 16, PRECISION)
+                acc = _add(acc, low, p_factor, rows, mine, segment_0 < segment_1, rank, 0, i_n, m_n, W, LOW, 16,
+                           PRECISION)
     return acc
 
 
 @triton.jit
-def _masked(low, segments, sites, segment_0, segment_1, site, step, counters, rows, i_n, T, SLOTS, N: tl.constexpr,
-            MODULES: tl.constexpr, LOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+def _masked_low_rank(low, segments, sites, segment_0, segment_1, slot, step, counters, rows, i_n, T, SLOTS,
+                     N: tl.constexpr, MODULES: tl.constexpr, LOW: tl.constexpr, TRAINING: tl.constexpr,
+                     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """Σ over modules of D ⊙ (dS A) on one tile, each with its own mask."""
     total = tl.zeros((BM, BN), tl.float32)
-    for module in tl.range(MODULES, num_stages=1):
+    for module in tl.range(0, MODULES, num_stages=1):
         acc = tl.zeros((BM, BN), tl.float32)
         acc = _low_rank(acc, low + tl.cast(module, tl.int64) * T * LOW, segments, sites + module * SLOTS * FIELDS,
                         segment_0, segment_1, rows, i_n, i_n < N, N, A, LOW, PRECISION)
-        one, two = row_keys(site + module * SLOTS * FIELDS, step, counters)
-        threshold = tl.load(site + module * SLOTS * FIELDS + THRESHOLD)
-        total += tl.where(keep(one, two, i_n, threshold.to(tl.uint32)[:, None]), acc, 0.0)
+        if TRAINING:
+            site = sites + (module * SLOTS + tl.maximum(slot, 0)) * FIELDS
+            threshold = tl.where(slot >= 0, tl.load(site + THRESHOLD), 0)
+            if tl.max(threshold, 0) > 0:
+                one, two = row_keys(site, step, counters)
+                acc = tl.where(keep(one, two, i_n, threshold.to(tl.uint32)[:, None]), acc, 0.0)
+        total += acc
     return total
-
-
-@triton.jit
-def _masked_or_not(acc, low, segment_T, segments, counters_T, sites, segment_0, segment_1, rows, i_n, T, SLOTS,
-                   N: tl.constexpr, MODULES: tl.constexpr, LOW: tl.constexpr, TRAINING: tl.constexpr,
-                   BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
-    """The same, summed in place where no job of the tile drops anything."""
-    m_m = rows < T
-    segment = segments + tl.load(segment_T + rows, mask=m_m, other=0) * 4
-    site = sites + tl.maximum(tl.load(segment + SLOT), 0) * FIELDS
-    most = tl.load(site + THRESHOLD)
-    for other in tl.static_range(1, MODULES):
-        most = tl.maximum(most, tl.load(site + other * SLOTS * FIELDS + THRESHOLD))
-    if TRAINING & (tl.max(most, 0) > 0):
-        step = tl.load(segment + STEP)
-        counters = tl.load(counters_T + rows, mask=m_m, other=0)
-        if MODULES == 1:
-            acc = _masked(low, segments, sites, segment_0, segment_1, site, step, counters, rows, i_n, T, SLOTS, N,
-                          MODULES, LOW, BM, BN, PRECISION)
-        else:  # by halves: a sum and a product of the whole tile would not fit the registers
-            HALF: tl.constexpr = BN // 2
-            start = tl.min(i_n, 0)
-            left = _masked(low, segments, sites, segment_0, segment_1, site, step, counters, rows,
-                           start + tl.arange(0, HALF), T, SLOTS, N, MODULES, LOW, BM, HALF, PRECISION)
-            right = _masked(low, segments, sites, segment_0, segment_1, site, step, counters, rows,
-                            start + HALF + tl.arange(0, HALF), T, SLOTS, N, MODULES, LOW, BM, HALF, PRECISION)
-            acc = tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, BN))
-    else:
-        for part in tl.range(MODULES, num_stages=1):
-            acc = _low_rank(acc, low + tl.cast(part, tl.int64) * T * LOW, segments, sites + part * SLOTS * FIELDS,
-                            segment_0, segment_1, rows, i_n, i_n < N, N, A, LOW, PRECISION)
-    return acc
 
 
 @triton.jit
@@ -104,8 +85,24 @@ def _tile(acc, low, segment_T, segments, counters_T, sites, tile_m, i_n, module,
     segment_0 = tl.load(segment_T + tile_m * BM)
     segment_1 = tl.load(segment_T + tl.minimum(tile_m * BM + BM, T) - 1)
     if BACKWARD:
-        acc = _masked_or_not(acc, low, segment_T, segments, counters_T, sites, segment_0, segment_1, rows, i_n, T,
-                             SLOTS, N, MODULES, LOW, TRAINING, BM, BN, PRECISION)
+        m_m = rows < T
+        segment = segments + tl.load(segment_T + rows, mask=m_m, other=0) * 4
+        slot = tl.load(segment + SLOT)
+        step = tl.load(segment + STEP)
+        counters = tl.load(counters_T + rows, mask=m_m, other=0)
+        if MODULES == 1:
+            acc = _masked_low_rank(low, segments, sites, segment_0, segment_1, slot, step, counters, rows, i_n, T,
+                                   SLOTS, N, MODULES, LOW, TRAINING, BM, BN, PRECISION)
+        else:  # by halves: a sum and a product of the whole tile would not fit the registers
+            HALF: tl.constexpr = BN // 2
+            start = tl.min(i_n, 0)
+            left = _masked_low_rank(low, segments, sites, segment_0, segment_1, slot, step, counters, rows,
+                                    start + tl.arange(0, HALF), T, SLOTS, N, MODULES, LOW, TRAINING, BM, HALF,
+                                    PRECISION)
+            right = _masked_low_rank(low, segments, sites, segment_0, segment_1, slot, step, counters, rows,
+                                     start + HALF + tl.arange(0, HALF), T, SLOTS, N, MODULES, LOW, TRAINING, BM, HALF,
+                                     PRECISION)
+            acc = tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, BN))
     else:
         acc = _low_rank(acc, low + tl.cast(module, tl.int64) * T * LOW, segments, sites + module * SLOTS * FIELDS,
                         segment_0, segment_1, rows, i_n - first_n, i_n < end_n, end_n - first_n, B, LOW, PRECISION)

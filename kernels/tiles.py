@@ -128,18 +128,22 @@ class Adapters:
         self.sites: tuple[dict[int, Site], ...] = tuple({} for _ in widths)
         self.table = torch.zeros(len(widths), 16, self.FIELDS, dtype=torch.int64, device=device)
         """[modules, slots, fields], fields as in `kernels/mask.py`; a rank of 0 says that there is no adapter."""
-        self.low = 16
+        self.low = 64
         """Row stride of S and dS, for the largest rank of the super-model."""
         self.is_empty = True
 
     def span(self, module: int) -> slice:
         return slice(*self.columns[module : module + 2])
 
-    def place(self, module: int, slot: int, site: Site) -> None:
-        self.sites[module][slot] = site
-        self.is_empty = False
+    def reserve(self, slot: int) -> None:
+        """Room for a job of this slot, whose rows may pass whether or not it has an adapter here."""
         while slot >= self.table.shape[1]:
             self.table = torch.cat([self.table, torch.zeros_like(self.table)], 1)
+
+    def place(self, module: int, slot: int, site: Site) -> None:
+        self.reserve(slot)
+        self.sites[module][slot] = site
+        self.is_empty = False
         vectors = (site.a_RK, site.b_NR, site.grad_a_RK, site.grad_b_NR)
         bits = (_float_bits(site.scale / (1.0 - site.dropout)), _float_bits(site.scale), int(site.dropout * 2**32))
         key = (site.seed & 0xFFFFFFFF, site.seed >> 32, site.module, 0)
@@ -154,7 +158,7 @@ class Adapters:
 
 def stride_of(rank: int) -> int:
     """Row stride of S for ranks up to `rank`: few values, so that compiled code stays valid as jobs come and go."""
-    return next(stride for stride in (16, 64, 128, 256) if stride >= rank)
+    return next(stride for stride in (64, 256) if stride >= rank)
 
 
 def _float_bits(value: float) -> int:

@@ -95,9 +95,10 @@ def sites_of(
     return sites
 
 
-def adapters_of(*sites: Mapping[int, Site], widths: Sequence[int]) -> Adapters:
-    """The adapters of linears with these outputs, which read one input."""
+def adapters_of(*sites: Mapping[int, Site], widths: Sequence[int], last_slot: int = 0) -> Adapters:
+    """The adapters of linears with these outputs, which read one input; residents up to `last_slot`."""
     adapters = Adapters(widths, DEVICE)
+    adapters.reserve(last_slot)
     for module, of_module in enumerate(sites):
         for slot, site in of_module.items():
             adapters.place(module, slot, site)

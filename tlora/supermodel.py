@@ -6,15 +6,13 @@ The trainer places adapters and sends batches; when and why is not known here.
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlora import attention
 from tlora.adapter import AdapterState
@@ -24,24 +22,13 @@ from tlora.errors import ModelError
 from tlora.graphs import Graphs
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.tiles import RowTable, stride_of
+from tlora.layers import precision, wrap_layers
 from tlora.mixed_linear import Current, replace_linears
 from tlora.packing import Batch, Item, pack
 from tlora.spec import BaseSpec
 
 SMALL_WORK = 1 << 41
 """Rows × parameters of the base, about 25 ms of an H200, below which a tick is captured as a CUDA graph."""
-
-
-class Float64(TorchFunctionMode):
-    """transformers sends norms, rotary angles and softmaxes through float32; a float64 model keeps them in float64, so
-    that what is left between two groupings of the same sums is the algebra."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        args = [torch.float64 if value is torch.float32 else value for value in args]
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
 
 
 class SuperModel:
@@ -66,8 +53,6 @@ class SuperModel:
         self._silence_dropout()
         model.eval()  # so nothing draws from a stream that all jobs would share
         self._mixed = replace_linears(model, self.outline.head, self._current)
-        if checkpointing:
-            checkpoint_layers(model)
         model.enable_input_require_grads()
         config = model.config.get_text_config()
         self._multiplier = float(getattr(config, "logit_scale", None) or 1.0) / float(
@@ -86,9 +71,7 @@ class SuperModel:
         if compiled is None:
             compiled = self.device.type == "cuda" and self.dtype.itemsize == 2
         self.compiled = compiled and not deterministic
-        if self.compiled:
-            for layer in decoder_layers(model):
-                layer.compile()
+        wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing)
 
     @classmethod
     def load(cls, base: BaseSpec, *, device: str | torch.device | None = None, **options: Any) -> "SuperModel":
@@ -102,6 +85,8 @@ class SuperModel:
         """Make an adapter resident; returns its slot."""
         slot = next(slot for slot in range(len(self.residents) + 1) if slot not in self.residents)
         self.residents[slot] = state
+        for module in self._mixed.values():
+            module.bundle.adapters.reserve(slot)
         for name, site in state.sites():
             self._mixed[name].bundle.adapters.place(self._mixed[name].index, slot, site)
         self._fit_ranks()
@@ -136,7 +121,8 @@ class SuperModel:
 
     def is_small(self, num_rows: int) -> bool:
         """Whether a tick of so many rows takes longer to launch than to compute, and is captured."""
-        return self.compiled and self.device.type == "cuda" and num_rows * self.outline.num_parameters < SMALL_WORK
+        work = num_rows * self.outline.num_parameters
+        return self.compiled and not self.checkpointing and self.device.type == "cuda" and work < SMALL_WORK
 
     def row_multiple(self, num_rows: int) -> int:
         """What a tick's rows are rounded up to, so that shapes are few: a twelfth or less of a small tick, else 64."""
@@ -248,25 +234,6 @@ def _probe(slot: int, text: torch.Tensor) -> Item:
     targets = torch.ones(len(text), dtype=torch.bool)
     targets[0] = False
     return Item(slot, 0, 0, 0, 1.0 / (len(text) - 1), TokenSequence(text.int().numpy(), targets.numpy()))
-
-
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Keep each decoder layer's input only. transformers does so for layers that think they train; no module in them
-    does. Layers run again outside the forward pass's modes, so these are entered anew."""
-    dtype = model.dtype
-    again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), precision(dtype))}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
-    for layer in decoder_layers(model):
-        layer.training = True
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """What a base of this dtype computes under."""
-    return Float64() if dtype is torch.float64 else nullcontext()
 
 
 @torch.no_grad()

@@ -1,19 +1,34 @@
-"""Head and loss, in blocks, against one job at a time through PyTorch's cross-entropy in float64."""
+"""Head and loss, in blocks and in chunks, against one job at a time through PyTorch's cross-entropy in float64."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from numeric import DEVICE, JOBS, Job, PeftLike, batch_of, compare, error, items_of, sites_of, spans
+from numeric import DEVICE, JOBS, Job, PeftLike, adapters_of, batch_of, compare, error, items_of, sites_of, spans
 
-from tlora.kernels.reference import linear_cross_entropy
+from tlora.kernels import linear_cross_entropy as op
+from tlora.kernels import routes
+from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.tiles import Site
 from tlora.packing import Batch, pack
 
+# NaN is among the inputs, and the interpreter's NumPy says so.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 H, V = 24, 50
+FEW = {**JOBS, 4: replace(JOBS[4], lengths=(90,))}
+"""As awkward as `JOBS`, in fewer rows."""
 Named = dict[str, torch.Tensor]
-HEADS = {"plain": {}, "multiplied": {"multiplier": 0.25}, "capped": {"multiplier": 3.0, "softcap": 2.0}}
+HEADS = {"plain": {}, "multiplied": {"multiplier": 0.25}, "capped": {"multiplier": 0.5, "softcap": 2.0}}
+
+
+@pytest.fixture(params=["twin", "fused"], autouse=True)
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Fused, jobs without adapters on the head share chunks; here of about 60 rows."""
+    monkeypatch.setattr(op, "CHUNK_LOGITS", 60 * V)
+    if request.param == "twin" or DEVICE.type != "cuda":
+        monkeypatch.setattr(routes, "is_fused", lambda tensor: request.param == "fused")
+    return request.param
 
 
 def inputs(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -26,12 +41,13 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor,
 
 
 def ours(batch: Batch, sites: dict[int, Site], given: tuple[torch.Tensor, ...], **options: float) -> Named:
-    losses, d_hidden = linear_cross_entropy(*given, batch.rows, batch.loss, sites, **options)
+    adapters = adapters_of(sites, widths=(V,))
+    losses, d_hidden = linear_cross_entropy(*given, batch.rows, batch.loss, adapters, **options)
     assert not torch.isnan(d_hidden[[span.stop - 1 for _, _, span in spans(batch)]]).any()
     out = {f"loss{index}": losses[index] for index in range(len(batch.items))}
     out |= {f"dh{index}": d_hidden[span] for index, _, span in spans(batch)}
     for slot, site in sites.items():
-        out |= {f"dA{slot}": site.grad_a_RK, f"dB{slot}": site.grad_b_NR}
+        out |= {f"dA{slot}": site.grad_a_RK.clone(), f"dB{slot}": site.grad_b_NR.clone()}
     return out
 
 
@@ -62,13 +78,28 @@ def oracle(
     return out
 
 
+@pytest.mark.parametrize("route", ["twin"], indirect=True)
 @pytest.mark.parametrize("per_sequence", [False, True], ids=["whole", "per_sequence"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapted"])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_equals_one_job_at_a_time(dtype: torch.dtype, head: str, adapted: bool, per_sequence: bool) -> None:
-    batch = batch_of(JOBS, per_sequence=per_sequence, head_rows=24)
-    sites = sites_of(JOBS, H, V, dtype) if adapted else {}
+    _check(JOBS, dtype, head, adapted, per_sequence)
+
+
+@pytest.mark.parametrize("route", ["fused"], indirect=True)
+@pytest.mark.parametrize("per_sequence", [False, True], ids=["whole", "per_sequence"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapted"])
+@pytest.mark.parametrize(
+    ("dtype", "head"), [(torch.float32, "plain"), (torch.float16, "multiplied"), (torch.bfloat16, "capped")], ids=str
+)
+def test_fused_equals_one_job_at_a_time(dtype: torch.dtype, head: str, adapted: bool, per_sequence: bool) -> None:
+    _check(FEW, dtype, head, adapted, per_sequence)
+
+
+def _check(jobs: dict[int, Job], dtype: torch.dtype, head: str, adapted: bool, per_sequence: bool) -> None:
+    batch = batch_of(jobs, per_sequence=per_sequence, head_rows=24)
+    sites = sites_of(jobs, H, V, dtype) if adapted else {}
     hidden, weight, bias = inputs(batch.rows.num_rows, dtype)
     given = (hidden, weight, bias if head == "plain" else None)
     compare(ours(batch, sites, given, **HEADS[head]), oracle(batch, sites, given, **HEADS[head]), dtype)
@@ -105,7 +136,7 @@ def _next_token_of_the_row_after(batch: Batch, sites: dict[int, Site], given: tu
     ids=lambda plant: plant.__name__,
 )
 def test_planted_errors_are_seen(plant) -> None:
-    batch, sites = batch_of(JOBS), sites_of(JOBS, H, V, torch.float32)
+    batch, sites = batch_of(FEW), sites_of(FEW, H, V, torch.float32)
     given = inputs(batch.rows.num_rows)
     want = oracle(batch, sites, given)
     with pytest.raises(AssertionError, match="off by more than"):
@@ -120,11 +151,12 @@ def test_one_and_ninety_nine_targets_weigh_the_same_in_every_layout() -> None:
     items = [replace(item, weight=1.0 / 100) for item in (one, many)]
     together = pack(items, device=DEVICE)
     hidden, weight, bias = inputs(102)
-    losses, d_hidden = linear_cross_entropy(hidden, weight, bias, together.rows, together.loss, {})
+    frozen = adapters_of({}, widths=(V,))
+    losses, d_hidden = linear_cross_entropy(hidden, weight, bias, together.rows, together.loss, frozen)
     apart = []
     for item, part in zip(items, hidden.split((2, 100)), strict=True):
         batch = pack([item], device=DEVICE)
-        apart.append(linear_cross_entropy(part, weight, bias, batch.rows, batch.loss, {}))
+        apart.append(linear_cross_entropy(part, weight, bias, batch.rows, batch.loss, frozen))
     log_p = F.linear(hidden.double(), weight.double(), bias.double()).log_softmax(-1)
     ids = torch.cat([torch.from_numpy(item.sequence.ids).long() for item in items]).to(DEVICE)
     token_losses = -log_p[[0, *range(2, 101)], ids[[1, *range(3, 102)]]]
@@ -134,28 +166,36 @@ def test_one_and_ninety_nine_targets_weigh_the_same_in_every_layout() -> None:
     assert error(torch.cat([gradient for _, gradient in apart]), d_hidden) < 1e-6
 
 
-def test_a_broken_neighbour_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapted"])
+def test_a_broken_neighbour_stays_out(monkeypatch: pytest.MonkeyPatch, adapted: bool) -> None:
     """NaN in one job, in rows of nobody and from the allocator: the others have the bits that they have without."""
     for name in ("empty", "empty_like"):
         real = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).fill_(torch.nan))
-    batch = batch_of(JOBS, round_to=128)
+        monkeypatch.setattr(torch, name, lambda *args, real=real, **options: _nan(real(*args, **options)))
+    batch = batch_of(FEW, round_to=128)
     given = inputs(batch.rows.num_rows)
-    sound = ours(batch, sites_of(JOBS, H, V, torch.float32), given)
+    jobs = FEW if adapted else {}
+    sound = ours(batch, sites_of(jobs, H, V, torch.float32), given)
     broken = [(index, span) for index, item, span in spans(batch) if item.slot == 4]
     hidden = given[0].clone()
     hidden[broken[0][1]] = torch.nan
     hidden[sum(len(item.sequence) for item in batch.items) :] = torch.nan
-    beside = ours(batch, sites_of(JOBS, H, V, torch.float32), (hidden, *given[1:]))
-    theirs = {f"loss{broken[0][0]}", f"dh{broken[0][0]}", "dA4", "dB4"}
+    beside = ours(batch, sites_of(jobs, H, V, torch.float32), (hidden, *given[1:]))
+    theirs = {f"loss{broken[0][0]}", f"dh{broken[0][0]}", *(("dA4", "dB4") if adapted else ())}
     assert torch.isnan(beside[f"loss{broken[0][0]}"])
     assert {name for name in sound if not torch.equal(sound[name], beside[name])} == theirs
 
 
+def _nan(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+
 def test_evaluation_gives_the_losses_and_touches_no_gradient() -> None:
-    batch, sites = batch_of(JOBS, training=False), sites_of(JOBS, H, V, torch.float32)
+    batch, sites = batch_of(FEW, training=False), sites_of(FEW, H, V, torch.float32)
     given = inputs(batch.rows.num_rows)
-    losses, none = linear_cross_entropy(*given, batch.rows, batch.loss, sites, with_gradient=False)
+    losses, none = linear_cross_entropy(
+        *given, batch.rows, batch.loss, adapters_of(sites, widths=(V,)), with_gradient=False
+    )
     assert none is None
     assert not any(site.grad_a_RK.any() or site.grad_b_NR.any() for site in sites.values())
     want = oracle(batch, sites, given)
@@ -164,10 +204,28 @@ def test_evaluation_gives_the_losses_and_touches_no_gradient() -> None:
 
 
 def test_repeats_to_the_bit() -> None:
+    jobs = {slot: FEW[slot] for slot in (0, 1, 2)}
+
     def once() -> Named:
-        batch, sites = batch_of(JOBS), sites_of(JOBS, H, V, torch.float32)
+        batch, sites = batch_of(jobs), sites_of(jobs, H, V, torch.float32)
         return ours(batch, sites, inputs(batch.rows.num_rows))
 
     first = once()
     for _ in range(9):
         assert all(torch.equal(first[name], part) for name, part in once().items())
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(0, 50), (1, 50), (60, 50), (61, 50), (1000, 50), (7, 10_000)])
+def test_chunks_hold_every_row_once_and_no_more_than_they_may(rows: int, vocab: int) -> None:
+    chunks = op.chunks(rows, vocab)
+    assert [row for chunk in chunks for row in range(chunk.first, chunk.first + chunk.rows)] == list(range(rows))
+    assert all(chunk.rows * vocab <= op.CHUNK_LOGITS or chunk.rows == 1 for chunk in chunks)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapted"])
+def test_a_batch_without_targets(adapted: bool) -> None:
+    jobs = {0: Job((1,), rank=3 if adapted else None), 2: Job((1, 1), rank=None)}
+    batch, sites = batch_of(jobs), sites_of(jobs, H, V, torch.float32)
+    assert not len(batch.loss.rows_M)
+    out = ours(batch, sites, inputs(3))
+    assert not any(part.any() for part in out.values())

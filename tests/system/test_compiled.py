@@ -1,0 +1,81 @@
+"""Compiled layers and captured ticks train the same adapter as plain ones."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from safetensors.torch import load_file
+
+from tlora.adapter import WEIGHTS
+from tlora.kernels import routes
+from tlora.supermodel import SuperModel
+
+GPU = toy.DEVICE.type == "cuda"
+
+
+def train(model: SuperModel, folder: Path, *, steps: int, length: int, batches: int = 1) -> list[toy.Result]:
+    """Two jobs, the second with dropout, of sequences of one length, so that ticks are of one shape."""
+    trainer = toy.Recorder(model)
+    residents = []
+    for number in range(2):
+        adapter = {"rank": 3 + 5 * number, "alpha": 8, "targets": "all-linear", "dropout": 0.2 * number}
+        spec = toy.job(folder, f"job{number}", adapter=adapter, steps=steps, batch_size=2, optim={"lr": 3e-3})
+        residents.append(trainer.attach(spec, toy.data(2 * batches, seed=number, low=length, high=length)))
+    toy.finish(trainer)
+    return [toy.Result.of(trainer, resident) for resident in residents]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_compiled_layers_train_the_same_adapter(
+    checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters of the first layer too, under the keys that PEFT expects (it loads what it finds, and says nothing)."""
+    monkeypatch.setattr(routes, "is_fused", lambda tensor: tensor.dtype is not torch.float64)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    plain, ours = (
+        train(toy.super_model(checkpointing=checkpointing, compiled=compiled), tmp_path / part, steps=2, length=20)
+        for part, compiled in (("plain", False), ("compiled", True))
+    )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-6)
+        assert toy.off(mine.gradient, theirs.gradient) < 1e-5
+        assert toy.off(mine.master, theirs.master) < 1e-4
+    for number in range(2):
+        saved, expected = (load_file(tmp_path / kind / f"job{number}" / WEIGHTS) for kind in ("compiled", "plain"))
+        assert saved.keys() == expected.keys()
+        assert all(weight.any() for key, weight in saved.items() if "layers.0" in key)
+
+
+def test_layers_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph serves both layers, all steps and a job more: tables change, code does not."""
+    monkeypatch.setattr(routes, "is_fused", lambda tensor: tensor.dtype is not torch.float64)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model = toy.super_model(compiled=True)
+    train(model, tmp_path / "a", steps=2, length=20)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled == 1
+    train(model, tmp_path / "b", steps=2, length=20)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU: set TLORA_TEST_DEVICE=cuda")
+def test_captured_ticks_train_the_same_adapter(tmp_path: Path) -> None:
+    """From the third tick of a shape on a graph is replayed; a job that comes later is served by it too."""
+    plain = train(toy.super_model(torch.bfloat16, compiled=False), tmp_path / "plain", steps=8, length=64, batches=8)
+    model = toy.super_model(torch.bfloat16, compiled=True)
+    ours = train(model, tmp_path / "captured", steps=8, length=64, batches=8)
+    assert len(model._graphs._graphs) == 1
+    again = train(model, tmp_path / "again", steps=8, length=64, batches=8)
+    for mine, theirs, other in zip(ours, plain, again, strict=True):
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-2)
+        assert other.losses == pytest.approx(theirs.losses, rel=1e-2)
+        assert toy.off(mine.gradient, theirs.gradient) < 5e-2
+        assert toy.off(mine.master, theirs.master) < 5e-2
