@@ -33,7 +33,8 @@ SMALL_WORK = 1 << 41
 
 class SuperModel:
     """A base model that carries adapters. `deterministic`: a job's bits do not depend on its neighbours. `compiled`:
-    whether its layers are compiled and small ticks captured; if not said, on a GPU in half precision."""
+    whether its layers are compiled; if not said, on a GPU in half precision. `captured`: small ticks of compiled layers
+    become CUDA graphs."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class SuperModel:
         deterministic: bool = False,
         checkpointing: bool = False,
         compiled: bool | None = None,
+        captured: bool = False,
     ):
         self.model, self.base, self.deterministic, self.checkpointing = model, base, deterministic, checkpointing
         self.outline = Outline.of(model, base.model)
@@ -67,10 +69,11 @@ class SuperModel:
         self._check()
         self.fingerprint = fingerprint(model)
         self._graphs = Graphs(self._hidden)
-        self._captured: tuple[object, ...] = ()
+        self._seen_tables: tuple[object, ...] = ()
         if compiled is None:
             compiled = self.device.type == "cuda" and self.dtype.itemsize == 2
         self.compiled = compiled and not deterministic
+        self.captured = captured and self.compiled and not checkpointing and self.device.type == "cuda"
         wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing)
 
     @classmethod
@@ -121,8 +124,7 @@ class SuperModel:
 
     def is_small(self, num_rows: int) -> bool:
         """Whether a tick of so many rows takes longer to launch than to compute, and is captured."""
-        work = num_rows * self.outline.num_parameters
-        return self.compiled and not self.checkpointing and self.device.type == "cuda" and work < SMALL_WORK
+        return self.captured and num_rows * self.outline.num_parameters < SMALL_WORK
 
     def row_multiple(self, num_rows: int) -> int:
         """What a tick's rows are rounded up to, so that shapes are few: a twelfth or less of a small tick, else 64."""
@@ -179,9 +181,9 @@ class SuperModel:
         adapters = [module.bundle.adapters for module in self._mixed.values()]
         for part in adapters:
             part.low = stride_of(max(ranks, default=1))
-        captured = tuple((part.low, part.is_empty, part.table.data_ptr()) for part in adapters)
-        if captured != self._captured:
-            self._captured = captured
+        seen = tuple((part.low, part.is_empty, part.table.data_ptr()) for part in adapters)
+        if seen != self._seen_tables:
+            self._seen_tables = seen
             self._graphs.clear()
 
     def _silence_dropout(self) -> None:

@@ -70,7 +70,7 @@ def test_layers_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.Monke
 def test_captured_ticks_train_the_same_adapter(tmp_path: Path) -> None:
     """From the third tick of a shape on a graph is replayed; a job that comes later is served by it too."""
     plain = train(toy.super_model(torch.bfloat16, compiled=False), tmp_path / "plain", steps=8, length=64, batches=8)
-    model = toy.super_model(torch.bfloat16, compiled=True)
+    model = toy.super_model(torch.bfloat16, compiled=True, captured=True)
     ours = train(model, tmp_path / "captured", steps=8, length=64, batches=8)
     assert len(model._graphs._graphs) == 1
     again = train(model, tmp_path / "again", steps=8, length=64, batches=8)
