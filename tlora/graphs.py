@@ -47,10 +47,16 @@ class _Graph:
     def __init__(self, hidden: Callable[[Batch], torch.Tensor], batch: Batch, pool: Any):
         self._batch = _copy(batch)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._forward, pool=pool):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # once outside a graph: what is made at the first run on a stream is made here
             output = hidden(self._batch)
-        self._d_output = torch.zeros_like(output)
-        with torch.cuda.graph(self._backward, pool=pool):
+            self._d_output = torch.zeros_like(output)
+            output.backward(self._d_output)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._forward, pool=pool, stream=stream):
+            output = hidden(self._batch)
+        with torch.cuda.graph(self._backward, pool=pool, stream=stream):
             output.backward(self._d_output)
         self._output = output.detach()
 

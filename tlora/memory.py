@@ -9,6 +9,7 @@ import torch
 
 from tlora.adapter import AdapterLayout
 from tlora.base import Outline
+from tlora.kernels.linear_cross_entropy import CHUNK_LOGITS
 from tlora.packing import HEAD_ROWS
 
 
@@ -27,8 +28,9 @@ def estimate(
     """Bytes on the device for one job in ticks of `num_rows` rows.
 
     Activations: what each linear reads and writes is kept for the backward pass, and about as much again in between
-    (norms, rotary products, attention); with checkpointing each layer's input, and one layer's worth of the rest. The
-    head's logits exist for `HEAD_ROWS` rows at a time, three times over, in float32 or wider.
+    (norms, rotary products, attention); with checkpointing each layer's input, and one layer's worth of the rest. At a
+    time exist `CHUNK_LOGITS` of the head's logits in half precision; else those of `HEAD_ROWS` rows, three times over,
+    in float32 or wider.
     """
     size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     vectors = 4 * wide + (size if size != wide else 0)
@@ -39,5 +41,8 @@ def estimate(
         per_row = outline.num_layers * outline.hidden_size * size + 2 * per_row // outline.num_layers
     else:
         per_row = per_row * 3 // 2
-    head = HEAD_ROWS * outline.vocab_size * (size + 3 * wide)
+    if size == 2:
+        head = min(num_rows * outline.vocab_size, CHUNK_LOGITS) * size
+    else:
+        head = HEAD_ROWS * outline.vocab_size * (size + 3 * wide)
     return Estimate(outline.num_parameters * size, layout.size * vectors, num_rows * per_row + head)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 import toy
 from transformers import AutoModelForCausalLM, get_scheduler
 
+from tlora.layers import Float64
 from tlora.resident import ResidentJob
 from tlora.spec import JobSpec
-from tlora.supermodel import Float64
 from tlora.tracking import read_metrics
 from tlora.trainer import Trainer
 
@@ -84,7 +84,7 @@ def named(vector: torch.Tensor, job: ResidentJob) -> dict[str, torch.Tensor]:
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
-    return max(((a[key] - b[key]).norm() / b[key].norm().clamp(min=1e-30)).item() for key in a)
+    return max(toy.off(a[key], b[key]) for key in a)
 
 
 @pytest.mark.parametrize("kind", JOBS)
