@@ -84,6 +84,6 @@ def test_peft_trains_the_same_real_job(base: Path, tmp_path: Path) -> None:
     slot = model.place(state)
     batch = pack([Item(slot, 0, 0, 0, 1.0, sequence)], device=model.device, training=False)
     with torch.no_grad(), model._passing(batch.rows):
-        logits = model._head(model._hidden(batch))
+        logits = model._mixed[model.outline.head](model._hidden(batch))
         want_logits = exported(input_ids=batch.ids_T[None]).logits[0]
     assert ((logits - want_logits).norm() / want_logits.norm()).item() < 1e-5
