@@ -92,7 +92,7 @@ def cross_entropy(
     """Weight · loss of each row, float32 [M]; with gradient, overwrites the raw outputs by d (weight · loss) / d raw.
 
     Arguments as in `reference.cross_entropy`. Reads 16 bytes at once where rows start on multiples of 16 bytes,
-    whatever V is: pad the row stride, not V.
+    whatever V is.
     """
     if not routes.is_fused(logits_MV):
         return reference.cross_entropy(
@@ -102,8 +102,9 @@ def cross_entropy(
     stride = logits_MV.stride(0)
     assert logits_MV.stride(1) == targets_M.stride(0) == weights_M.stride(0) == 1
     losses_M = torch.empty(rows, dtype=torch.float32, device=logits_MV.device)
-    _cross_entropy[rows,](
-        logits_MV, targets_M, weights_M, losses_M, stride, columns, multiplier, softcap,
-        ALIGNED=gcd(stride, 8), WITH_GRADIENT=with_gradient, num_warps=16,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits_MV):
+        _cross_entropy[rows,](
+            logits_MV, targets_M, weights_M, losses_M, stride, columns, multiplier, softcap,
+            ALIGNED=gcd(stride, 8), WITH_GRADIENT=with_gradient, num_warps=16,
+        )  # fmt: skip
     return losses_M

@@ -1,9 +1,10 @@
 """The mixed-job linear: Y = X Wᵀ + b, plus each job's own low-rank product on its own rows.
 
-Forward launches `low_rank.project` and one wide product; backward launches `gradient_b`, `sum_slabs`, one wide product,
-`gradient_a` and `fold_sums`. Two custom operators with fakes make it whole for torch.compile and CUDA graphs. Factors
-and gradients are reached by the addresses in `Adapters.table`: backward adds to the gradients as a side effect that no
-graph sees, which is safe because its result dX is always needed (the embeddings' output requires grad).
+Forward launches `low_rank.project`, `sum_slabs` where K is cut, and the wide product; backward `gradient_b`,
+`sum_slabs`, the wide product, `gradient_a` and `fold_sums`. Two custom operators with fakes make it whole for
+torch.compile and CUDA graphs. Factors and gradients are reached by the addresses in `Adapters.table`: backward adds to
+the gradients as a side effect that no graph sees, which is safe because its result dX is always needed (the embeddings'
+output requires grad).
 """
 
 from itertools import accumulate, pairwise
@@ -17,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tlora.kernels import low_rank, product, reference, routes
 from tlora.kernels.tiles import PART_ROWS, Adapters, RowTable
 
-_Tables = tuple[Tensor, Tensor, Tensor]
+_Owners = tuple[Tensor, Tensor, Tensor]
 
 
 def lora_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, rows: RowTable, adapters: Adapters) -> Tensor:
@@ -54,25 +55,27 @@ def forward(
     pinned: bool,
 ) -> tuple[Tensor, Tensor]:
     """Y [T, N] and S [modules, T, low]."""
+    if len(x) != len(segment_T):
+        raise RuntimeError(f"a mixed linear got {len(x)} rows; want the {len(segment_T)} of the batch's tables.")
     x = _aligned(x)
     T, K = x.shape
     modules, slots, _ = sites.shape
-    s = x.new_empty(modules, T, low)
+    s, y = x.new_empty(modules, T, low), x.new_empty(T, weight.shape[0])
     owners = (segment_T, segments, counters_T)
     parts_k = 1 if pinned else max(1, min(8, K // 1024))
     part_k = -(-K // parts_k // 128) * 128
     slabs = s if parts_k == 1 else x.new_empty(modules, parts_k, T, low, dtype=torch.float32)
-    low_rank.project[modules, parts_k, triton.cdiv(T, 64)](
-        x, slabs, *owners, sites, T, slots, K, part_k, low, training, 64, 128, routes.precision(x),
-        num_warps=4, num_stages=3 if x.itemsize == 2 else 2,
-    )  # fmt: skip
-    if parts_k > 1:
-        ends = tuple(parts_k * module for module in range(modules + 1))
-        low_rank.sum_slabs[modules, triton.cdiv(T, 16)](
-            slabs, s, segment_T, segments, sites, T, slots, ends, low, training, 16, num_warps=4
-        )
-    y = x.new_empty(T, weight.shape[0])
-    _wide(x, weight, bias, y, s, owners, sites, tuple(columns), training, pinned, backward=False)
+    with torch.cuda.device_of(x):
+        low_rank.project[modules, parts_k, triton.cdiv(T, 64)](
+            x, slabs, *owners, sites, T, slots, K, part_k, low, training, 64, 128, routes.precision(x),
+            num_warps=4, num_stages=3 if routes.is_roomy(x) else 2,
+        )  # fmt: skip
+        if parts_k > 1:
+            ends = tuple(parts_k * module for module in range(modules + 1))
+            low_rank.sum_slabs[modules, triton.cdiv(T, 16)](
+                slabs, s, segment_T, segments, sites, T, slots, ends, low, training, 16, num_warps=4
+            )
+        _wide(x, weight, bias, y, s, owners, sites, tuple(columns), training, pinned, backward=False)
     return y, s
 
 
@@ -105,29 +108,31 @@ def backward(
     modules, slots, _ = sites.shape
     low, spans = s.shape[-1], tuple(columns)
     owners = (segment_T, segments, counters_T)
-    precision, half = routes.precision(x), x.itemsize == 2
-    wide, deep = (256, 64) if half else (64, 64)
+    precision, roomy = routes.precision(x), routes.is_roomy(x)
+    wide, deep = (256, 64) if roomy else (64, 64)
     ends = tuple(accumulate((triton.cdiv(end - start, wide) for start, end in pairwise(spans)), initial=0))
-    slabs, ds = x.new_empty(ends[-1], T, low), torch.empty_like(s)
-    # A job that is cut has parts of more than two thirds of PART_ROWS rows.
-    partials = 0 if pinned else 3 * T // (2 * PART_ROWS) + 1
+    slabs, ds, dx = x.new_empty(ends[-1], T, low), torch.empty_like(s), torch.empty_like(x)
+    # A job is cut from one and a half times PART_ROWS rows on, into parts of more than two thirds of it.
+    partials = 0 if pinned or 2 * T < 3 * PART_ROWS else 3 * T // (2 * PART_ROWS) + 1
     sums_a, sums_b = (x.new_empty(partials, low, n, dtype=torch.float32) for n in (modules * K, N))
-    low_rank.gradient_b[ends[-1], len(parts)](
-        dy, s, slabs, sums_b, pieces, parts, sites, T, slots, N, spans, low, 64, wide, precision,
-        num_warps=8, num_stages=3 if half else 2,
-    )  # fmt: skip
-    low_rank.sum_slabs[modules, triton.cdiv(T, 16)](
-        slabs, ds, segment_T, segments, sites, T, slots, ends, low, training, 16, num_warps=4
-    )
-    dx = torch.empty_like(x)
-    _wide(dy, weight, None, dx, ds, owners, sites, spans, training, pinned, backward=True)
-    low_rank.gradient_a[modules, triton.cdiv(K, deep), len(parts)](
-        x, ds, sums_a, *owners, pieces, parts, sites, T, slots, K, low, training, 32, deep, precision,
-        num_warps=4, num_stages=4 if half else 2,
-    )  # fmt: skip
-    if partials:
-        tiles = modules * triton.cdiv(K, 256) + sum(triton.cdiv(end - start, 256) for start, end in pairwise(spans))
-        low_rank.fold_sums[tiles, len(folds)](sums_a, sums_b, folds, sites, slots, K, N, spans, low, 256, num_warps=4)
+    with torch.cuda.device_of(x):
+        low_rank.gradient_b[ends[-1], len(parts)](
+            dy, s, slabs, sums_b, pieces, parts, sites, T, slots, N, spans, low, 64, wide, precision,
+            num_warps=8, num_stages=3 if roomy else 2,
+        )  # fmt: skip
+        low_rank.sum_slabs[modules, triton.cdiv(T, 16)](
+            slabs, ds, segment_T, segments, sites, T, slots, ends, low, training, 16, num_warps=4
+        )
+        _wide(dy, weight, None, dx, ds, owners, sites, spans, training, pinned, backward=True)
+        low_rank.gradient_a[modules, triton.cdiv(K, deep), len(parts)](
+            x, ds, sums_a, *owners, pieces, parts, sites, T, slots, K, low, training, 32, deep, precision,
+            num_warps=4, num_stages=4 if roomy else 2,
+        )  # fmt: skip
+        if partials:
+            tiles = modules * triton.cdiv(K, 256) + sum(triton.cdiv(end - start, 256) for start, end in pairwise(spans))
+            low_rank.fold_sums[tiles, len(folds)](
+                sums_a, sums_b, folds, sites, slots, K, N, spans, low, 256, num_warps=4
+            )
     return dx
 
 
@@ -162,7 +167,7 @@ def _wide(
     bias: Tensor | None,
     y: Tensor,
     low: Tensor,
-    owners: _Tables,
+    owners: _Owners,
     sites: Tensor,
     spans: tuple[int, ...],
     training: bool,
@@ -182,7 +187,7 @@ def _wide(
             TensorDescriptor.from_tensor(x, [shape.BM, shape.BK]), TensorDescriptor.from_tensor(weight, block),
             TensorDescriptor.from_tensor(y, [shape.BM, shape.BN]), y, bias, low, *owners, sites, T, slots,
             x.shape[1], N, columns, modules, low.shape[-1], backward, training, shape.BM, shape.BN, shape.BK,
-            shape.GROUP, tiles, programs, any(end % shape.BN for end in columns[1:-1]), routes.precision(x),
+            shape.GROUP, tiles, any(end % shape.BN for end in columns[1:-1]), routes.precision(x),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
 

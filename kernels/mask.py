@@ -8,10 +8,12 @@ the same in every kernel, tile and recomputation; its twin is `reference.keep_ma
 import triton
 import triton.language as tl
 
+from tlora.kernels.tiles import Adapters
+
 # Fields of a site (`tiles.Adapters`) and of a segment (`tiles.Tables`).
 A, B, GRAD_A, GRAD_B, RANK = (tl.constexpr(number) for number in range(5))
 FACTOR, SCALE, THRESHOLD, SEED_LOW, SEED_HIGH, MODULE = (tl.constexpr(number) for number in range(5, 11))
-FIELDS = tl.constexpr(12)
+FIELDS = tl.constexpr(Adapters.FIELDS)
 SLOT, FIRST, END, STEP = (tl.constexpr(number) for number in range(4))
 
 

@@ -113,11 +113,11 @@ def _tile(acc, low, segment_T, segments, counters_T, sites, tile_m, i_n, module,
 def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, T, SLOTS, K: tl.constexpr, N: tl.constexpr,
           COLUMNS: tl.constexpr, MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr,
           TRAINING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-          TILES_N: tl.constexpr, PROGRAMS: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr):
+          TILES_N: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr):
     """x [T, K] times w ([N, K] forward, [K, N] backward) into y [T, N], through tensor descriptors; COLUMNS are the
     output's (one span backward). RAGGED: a tile may end within another module's columns, and is stored by pointers."""
     tiles_m = tl.cdiv(T, BM)
-    for tile in tl.range(tl.program_id(0), tiles_m * TILES_N, PROGRAMS):
+    for tile in tl.range(tl.program_id(0), tiles_m * TILES_N, tl.num_programs(0)):
         first_m = tile // (GROUP * TILES_N) * GROUP
         size = tl.minimum(tiles_m - first_m, GROUP)
         tile_m = first_m + tile % (GROUP * TILES_N) % size

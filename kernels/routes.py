@@ -41,13 +41,24 @@ def is_fused(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype is not torch.float64
 
 
+def is_roomy(x: Tensor) -> bool:
+    """Whether the large tiles fit: half precision, and the shared memory of a data-centre GPU (Hopper's 227 KiB)."""
+    return x.itemsize == 2 and (not x.is_cuda or _shared_bytes(x.get_device()) >= 216 * 1024)
+
+
 def has_descriptors(x: Tensor, weight: Tensor) -> bool:
-    """Whether bulk copies can read these: half precision, rows that start on 16 bytes."""
-    return x.itemsize == 2 and not any(width % 8 for width in weight.shape)
+    """Whether bulk copies can read these: large tiles fit, rows start on 16 bytes."""
+    return is_roomy(x) and not any(width % 8 for width in weight.shape)
 
 
 def precision(x: Tensor) -> str:
     return "ieee" if x.dtype is torch.float32 else "tf32"
+
+
+@cache
+def _shared_bytes(device: int) -> int:
+    """Most that one program may have."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def num_programs(x: Tensor) -> int:
@@ -69,8 +80,10 @@ def run_fastest(
     else:
         choices = _choices(torch.cuda.get_device_name(y.device))
         if key not in choices and not torch.cuda.is_current_stream_capturing():
-            choices[key] = _measure(y, tiled, library)
-            _keep(torch.cuda.get_device_name(y.device), choices)
+            choice = _measure(y, tiled, library)
+            if choice is not None:
+                choices[key] = choice
+                _keep(torch.cuda.get_device_name(y.device), choices)
         choice = choices.get(key, "128x256")
         if choice == _LIBRARY:
             library()
@@ -78,9 +91,12 @@ def run_fastest(
             tiled(_TILES[choice])
 
 
-def _measure(y: Tensor, tiled: Callable[[Tile], None], library: Callable[[], None]) -> str:
+def _measure(y: Tensor, tiled: Callable[[Tile], None], library: Callable[[], None]) -> str | None:
+    """The fastest way that is right; None where a job's values are not finite, so that right cannot be told."""
     times = {_LIBRARY: _median_ms(library)}
     right = y.clone()
+    if not torch.isfinite(torch.linalg.vector_norm(right)):
+        return None
     for name, tile in _TILES.items():
         y.fill_(torch.nan)
         try:

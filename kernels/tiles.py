@@ -6,7 +6,7 @@ R rank, S sequences, M target rows, V vocabulary, H hidden size. `tlora.packing`
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -48,7 +48,7 @@ class Tables:
     parts: torch.Tensor
     """[parts, 4]: slot, first piece, pieces, and the place of its partial sum (−1: it is all of the job)."""
     folds: torch.Tensor
-    """[jobs of several parts, 4]: slot, first partial sum, how many."""
+    """[jobs of several parts, 4]: slot, first partial sum, how many, unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,6 @@ class Site:
     """Number of the module in dropout's counter: a hash of its name."""
 
 
-Sites = Mapping[int, Site]
-"""By slot: the residents that have an adapter on a module."""
-
-
 class Adapters:
     """The adapters on linears that read one input (q, k, v; gate, up; or one alone), whose outputs lie side by side."""
 
@@ -126,7 +122,7 @@ class Adapters:
     def __init__(self, widths: Sequence[int], device: torch.device):
         self.columns = tuple(accumulate(widths, initial=0))
         self.sites: tuple[dict[int, Site], ...] = tuple({} for _ in widths)
-        self.table = torch.zeros(len(widths), 16, self.FIELDS, dtype=torch.int64, device=device)
+        self.table = torch.zeros(len(widths), 64, self.FIELDS, dtype=torch.int64, device=device)
         """[modules, slots, fields], fields as in `kernels/mask.py`; a rank of 0 says that there is no adapter."""
         self.low = 64
         """Row stride of S and dS, for the largest rank of the super-model."""
@@ -206,7 +202,7 @@ def tabulate(
 
 def _filled(rows: Sequence[tuple[int, ...]], width: int) -> torch.Tensor:
     """An int32 table whose length is one of few values: as many rows of −1 at the end as that takes."""
-    table = torch.full((max(32, 1 << (len(rows) - 1).bit_length()) if rows else 32, width), -1, dtype=torch.int32)
+    table = torch.full((max(32, 1 << (len(rows) - 1).bit_length()), width), -1, dtype=torch.int32)
     if rows:
         table[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
     return table

@@ -29,18 +29,23 @@ class Graphs:
         self._graphs: dict[tuple[object, ...], _Graph] = {}
 
     def clear(self) -> None:
-        """Forget all that was captured."""
+        """Forget all that was captured, and seen."""
         self._graphs.clear()
+        self._sights.clear()
 
     def find(self, batch: Batch) -> "_Graph | None":
-        """The graph for this batch's shape, ready to be run; none as long as the shape is new, or others fill the
-        store."""
+        """The graph for this batch's shape, captured when it is due; none as long as the shape is new. The oldest of
+        too many makes room."""
         key = (batch.rows.longest, batch.rows.training, *(tensor.shape for tensor in _tensors(batch)))
-        self._sights[key] += 1
-        if key not in self._graphs and self._sights[key] >= _SIGHTS and len(self._graphs) < _MOST:
+        if key not in self._graphs:
+            self._sights[key] += 1
+            if self._sights[key] < _SIGHTS:
+                return None
+            if len(self._graphs) == _MOST:
+                del self._sights[oldest := next(iter(self._graphs))], self._graphs[oldest]
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             self._graphs[key] = _Graph(self._hidden, batch, self._pool)
-        return self._graphs.get(key)
+        return self._graphs[key]
 
 
 class _Graph:

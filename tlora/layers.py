@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tlora.errors import ModelError
 
 
 class Float64(TorchFunctionMode):
@@ -33,6 +36,7 @@ def precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """What transformers itself would checkpoint."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -42,20 +46,20 @@ def wrap_layers(model: PreTrainedModel, *, compiled: bool, checkpointing: bool) 
 
     torch's own checkpoint would turn the compiler off for what it runs.
     """
+    if compiled:  # with and without gradients, for which linears have adapters, for one shape and for any
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for layer in decoder_layers(model):
         forward = torch.compile(layer.forward) if compiled else layer.forward
         layer.forward = partial(_checkpointed, forward) if checkpointing else forward
 
 
-def _checkpointed(
-    forward: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    def run(hidden: torch.Tensor) -> torch.Tensor:
-        return forward(hidden, *args, **kwargs)
-
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
     if not torch.is_grad_enabled():
-        return run(hidden)
-    return _Recomputed.apply(hidden, run)  # type: ignore[no-any-return, no-untyped-call]
+        return forward(hidden, *rest, **kwargs)
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves((rest, kwargs))):
+        raise ModelError("its layers pass on more than hidden states. Train it without checkpointing.")
+    return _Recomputed.apply(hidden, lambda hidden: forward(hidden, *rest, **kwargs))  # type: ignore[no-untyped-call]
 
 
 class _Recomputed(torch.autograd.Function):
@@ -66,11 +70,13 @@ class _Recomputed(torch.autograd.Function):
         return run(hidden)
 
     @staticmethod
-    def backward(ctx, d_output):  # type: ignore[no-untyped-def]
+    def backward(ctx, *d_outputs):  # type: ignore[no-untyped-def]
         """Outside the modes of the forward pass, so these are entered anew. Masks come out as they were: they depend on
         counters alone."""
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad(), precision(hidden.dtype):
-            output = ctx.run(hidden)
-        output.backward(d_output)
+            outputs = ctx.run(hidden)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        given = [at for at, d_output in enumerate(d_outputs) if d_output is not None]
+        torch.autograd.backward([outputs[at] for at in given], [d_outputs[at] for at in given])
         return hidden.grad, None

@@ -27,6 +27,8 @@ def estimate(
 ) -> Estimate:
     """Bytes on the device for one job in ticks of `num_rows` rows.
 
+    The low-rank products of the fused kernels are left out: some percent of the activations at ranks up to 64.
+
     Activations: what each linear reads and writes is kept for the backward pass, and about as much again in between
     (norms, rotary products, attention); with checkpointing each layer's input, and one layer's worth of the rest. At a
     time exist `CHUNK_LOGITS` of the head's logits in half precision; else those of `HEAD_ROWS` rows, three times over,

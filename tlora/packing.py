@@ -111,9 +111,9 @@ def pack(
 
 
 def _ends(blocks: Sequence[int]) -> torch.Tensor:
-    """Where each block ends, from 0; filled up with empty blocks to a multiple of 64."""
+    """Where each block ends, from 0; filled up with empty blocks to a multiple of 16."""
     ends = torch.tensor([0, *blocks]).cumsum(0, dtype=torch.int32)
-    return torch.cat([ends, ends[-1:].expand(-len(ends) % 64)])
+    return torch.cat([ends, ends[-1:].expand(-len(ends) % 16)])
 
 
 def _send(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -133,9 +133,9 @@ class ResidentJob:
         self._next += count
         return self._items[self._next - count : self._next]
 
-    def add_losses(self, positions: Sequence[int], losses: torch.Tensor) -> None:
-        """Keep the weighted losses of sequences that came back, each in its own place: their sum has one order."""
-        self._losses[torch.tensor(positions, device=losses.device)] = losses.to(self._losses.dtype)
+    def add_losses(self, first: int, losses: torch.Tensor) -> None:
+        """Keep the weighted losses of sequences that came back, from the step's `first` on: their sum has one order."""
+        self._losses[first : first + len(losses)] = losses.to(self._losses.dtype)
 
     def summed_loss(self) -> torch.Tensor:
         """Mean loss over the target tokens of the step or evaluation; a scalar on the device."""

@@ -7,6 +7,7 @@ The trainer places adapters and sends batches; when and why is not known here.
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ from tlora.data import TokenSequence
 from tlora.errors import ModelError
 from tlora.graphs import Graphs
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
-from tlora.kernels.tiles import RowTable, stride_of
+from tlora.kernels.tiles import RowTable, Tables, stride_of
 from tlora.layers import precision, wrap_layers
 from tlora.mixed_linear import Current, replace_linears
 from tlora.packing import Batch, Item, pack
 from tlora.spec import BaseSpec
 
 SMALL_WORK = 1 << 41
-"""Rows × parameters of the base, about 25 ms of an H200, below which a tick is captured as a CUDA graph."""
+"""Rows × parameters of the base, below which a tick is captured as a CUDA graph: 256 rows of 8B parameters."""
 
 
 class SuperModel:
@@ -66,15 +67,17 @@ class SuperModel:
                 f"{base.model}: the experts of a {type(model).__name__} take the rows of all jobs at once, so their "
                 "bits depend on the neighbours. Train it without the deterministic mode."
             )
-        self._check()
-        self.fingerprint = fingerprint(model)
-        self._graphs = Graphs(self._hidden)
-        self._seen_tables: tuple[object, ...] = ()
         if compiled is None:
             compiled = self.device.type == "cuda" and self.dtype.itemsize == 2
-        self.compiled = compiled and not deterministic
+        # With a softcap attention goes block by block, in Python: each tick would be compiled anew.
+        self.compiled = compiled and not deterministic and not getattr(config, "attn_logit_softcapping", None)
         self.captured = captured and self.compiled and not checkpointing and self.device.type == "cuda"
         wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing)
+        self._graphs = Graphs(self._hidden_of)
+        self._seen_tables: tuple[object, ...] = ()
+        with torch.compiler.set_stance("force_eager"):
+            self._check()
+        self.fingerprint = fingerprint(model)
 
     @classmethod
     def load(cls, base: BaseSpec, *, device: str | torch.device | None = None, **options: Any) -> "SuperModel":
@@ -105,15 +108,15 @@ class SuperModel:
 
     def train(self, batch: Batch) -> torch.Tensor:
         """Forward and backward. Adds to the residents' gradients; returns each item's weighted loss [S]."""
+        if self.is_small(batch.rows.num_rows) and (graph := self._graphs.find(batch)):
+            losses_S, d_hidden = self._loss(graph.forward(batch), batch, with_gradient=True)
+            assert d_hidden is not None
+            graph.backward(d_hidden)
+            return losses_S
         with self._passing(batch.rows):
-            if self.is_small(batch.rows.num_rows) and (graph := self._graphs.find(batch)):
-                losses_S, d_hidden = self._loss(graph.forward(batch), batch, with_gradient=True)
-                assert d_hidden is not None
-                graph.backward(d_hidden)
-            else:
-                hidden = self._hidden(batch)
-                losses_S, d_hidden = self._loss(hidden.detach(), batch, with_gradient=True)
-                hidden.backward(d_hidden)
+            hidden = self._hidden(batch)
+            losses_S, d_hidden = self._loss(hidden.detach(), batch, with_gradient=True)
+            hidden.backward(d_hidden)
         return losses_S
 
     @torch.no_grad()
@@ -127,7 +130,7 @@ class SuperModel:
         return self.captured and num_rows * self.outline.num_parameters < SMALL_WORK
 
     def row_multiple(self, num_rows: int) -> int:
-        """What a tick's rows are rounded up to, so that shapes are few: a twelfth or less of a small tick, else 64."""
+        """What a tick's rows are rounded up to, so that shapes are few: 64, or an eighth or less of a small tick."""
         if not self.compiled:
             return 1
         return max(64, 1 << max(0, num_rows.bit_length() - 4)) if self.is_small(num_rows) else 64
@@ -143,7 +146,17 @@ class SuperModel:
         finally:
             torch.set_num_threads(count)
 
+    def _hidden_of(self, batch: Batch) -> torch.Tensor:
+        with self._passing(batch.rows):
+            return self._hidden(batch)
+
     def _hidden(self, batch: Batch) -> torch.Tensor:
+        if self.compiled:  # tables grow with the jobs; rows are seen to vary by the compiler itself
+            for table in (
+                batch.rows.block_ends_S,
+                *(getattr(batch.rows.tables, field.name) for field in fields(Tables)),
+            ):
+                torch._dynamo.maybe_mark_dynamic(table, 0)
         output = self.model.base_model(
             input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, tlora_rows=batch.rows
         )
@@ -198,7 +211,7 @@ class SuperModel:
     @torch.no_grad()
     def _check(self) -> None:
         """Refuse a model that packed rows would change: a sequence must give here, after any other, the loss that it
-        gives alone through the model's own attention and head, and the same bits twice."""
+        gives alone through the model's own attention and head, and the same bits twice. Its backward pass must run."""
         vocab = self.outline.vocab_size
         x, y, z = (torch.arange(start, start + length) * 7 % vocab for start, length in ((1, 25), (2, 9), (3, 36)))
         attention.register()
@@ -209,6 +222,8 @@ class SuperModel:
         try:
             with self.threads():
                 after_y, again, after_z = (self._loss_of_last(texts) for texts in ([y, x], [y, x], [z, x]))
+                with torch.enable_grad():
+                    self.train(self._probe([y, x]))
         except (TypeError, AttributeError, RuntimeError, ModelError) as error:
             raise ModelError(
                 f"{self.base.model}: a {type(self.model).__name__} cannot run on packed rows: {error}"
@@ -224,15 +239,14 @@ class SuperModel:
             )
 
     def _loss_of_last(self, texts: list[torch.Tensor]) -> float:
-        batch = pack(
-            [_probe(slot, text) for slot, text in enumerate(texts)],
-            device=self.device,
-            per_sequence=self.deterministic,
-        )
-        return float(self.evaluate(batch)[-1])
+        return float(self.evaluate(self._probe(texts))[-1])
+
+    def _probe(self, texts: list[torch.Tensor]) -> Batch:
+        items = [_item(slot, text) for slot, text in enumerate(texts)]
+        return pack(items, device=self.device, per_sequence=self.deterministic)
 
 
-def _probe(slot: int, text: torch.Tensor) -> Item:
+def _item(slot: int, text: torch.Tensor) -> Item:
     targets = torch.ones(len(text), dtype=torch.bool)
     targets[0] = False
     return Item(slot, 0, 0, 0, 1.0 / (len(text) - 1), TokenSequence(text.int().numpy(), targets.numpy()))

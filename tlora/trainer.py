@@ -191,8 +191,8 @@ class Trainer:
         losses = self.supermodel.train(batch) if training else self.supermodel.evaluate(batch)
         for job in self.jobs.values():
             at = [index for index, item in enumerate(items) if item.slot == job.slot]
-            if at:
-                job.add_losses([items[index].position for index in at], losses[at])
+            if at:  # one after the other, in the batch as in the step
+                job.add_losses(items[at[0]].position, losses[at[0] : at[-1] + 1])
 
     def _step(self, jobs: list[ResidentJob]) -> None:
         """Optimizer steps of the jobs whose batch is through, taken at once, then one look at the device for all."""

@@ -440,7 +440,7 @@ def test_low_precision_gradients_are_summed_in_float32() -> None:
 
 def test_a_resident_of_a_high_slot_without_this_module() -> None:
     """It reads nothing that belongs to another, though the table of this module has no line for it."""
-    jobs = {4: Job((40,), rank=3), 20: Job((40,), rank=None)}
+    jobs = {4: Job((40,), rank=3), 68: Job((40,), rank=None)}
     case = case_of(batch_of(jobs), jobs, LINEARS["three"], torch.float32)
     compare(ours(case), oracle(case), torch.float32)
 

@@ -7,9 +7,14 @@ import pytest
 import torch
 import toy
 from safetensors.torch import load_file
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tlora.adapter import WEIGHTS
+from tlora.adapter import WEIGHTS, AdapterState
+from tlora.attention import NAME
 from tlora.kernels import routes
+from tlora.kernels.tiles import RowTable
+from tlora.packing import Item, pack
+from tlora.spec import AdapterSpec
 from tlora.supermodel import SuperModel
 
 GPU = toy.DEVICE.type == "cuda"
@@ -64,6 +69,36 @@ def test_layers_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.Monke
     assert compiled == 1
     train(model, tmp_path / "b", steps=2, length=20)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+def test_ticks_of_any_shape_run_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few graphs serve ticks of many lengths, numbers of sequences and jobs, with and without gradients: beyond torch's
+    limit layers would run uncompiled for good, and say nothing."""
+    monkeypatch.setattr(routes, "is_fused", lambda tensor: tensor.dtype is not torch.float64)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = toy.super_model(compiled=True, model=toy.config(num_hidden_layers=1))
+    # The CPU's attention goes block by block, so that block lengths are compiled in; the GPU's does not.
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, no_attention)
+    for jobs in (1, 35):
+        for slot in range(len(model.residents), jobs):
+            spec = AdapterSpec(rank=2, targets="all-linear")
+            layout = model.outline.lay_out(spec)
+            model.place(AdapterState(layout, spec, seed=slot, device=model.device, dtype=model.dtype))
+        for length in (3, 9):
+            sequences = toy.sequences(jobs, low=length, high=length)
+            items = [Item(slot, 0, 0, 0, 0.1, sequence) for slot, sequence in enumerate(sequences)]
+            batch = pack(items, device=model.device, round_to=model.row_multiple(jobs * length))
+            model.train(batch)
+            model.evaluate(batch)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+
+
+def no_attention(
+    module: torch.nn.Module, query: torch.Tensor, *others: object, tlora_rows: RowTable, **settings: object
+) -> tuple[torch.Tensor, None]:
+    return (query + tlora_rows.longest + tlora_rows.block_ends_S.sum()).transpose(1, 2), None
 
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU: set TLORA_TEST_DEVICE=cuda")

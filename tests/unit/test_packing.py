@@ -52,7 +52,7 @@ def test_blocks_sum_to_the_rows(batch: Batch, options: dict) -> None:
     assert rows.num_rows % options.get("round_to", 1) == 0
     assert rows.block_ends_S.dtype == torch.int32
     ends = np.cumsum([0, *rows.blocks]).tolist()
-    assert rows.block_ends_S.tolist() == ends + [rows.num_rows] * (-len(ends) % 64)
+    assert rows.block_ends_S.tolist() == ends + [rows.num_rows] * (-len(ends) % 16)
     assert rows.longest // 2 < max(rows.blocks) <= rows.longest
     assert len(rows.blocks) - len(batch.items) in ((0, 1) if "round_to" in options else (0,))
     assert (rows.training, rows.per_sequence) == (options.get("training", True), options.get("per_sequence", False))
