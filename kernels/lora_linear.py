@@ -62,13 +62,14 @@ def forward(
     modules, slots, _ = sites.shape
     s, y = x.new_empty(modules, T, low), x.new_empty(T, weight.shape[0])
     owners = (segment_T, segments, counters_T)
+    tile = routes.thin(x).project
     parts_k = 1 if pinned else max(1, min(8, K // 1024))
-    part_k = -(-K // parts_k // 128) * 128
+    part_k = triton.cdiv(triton.cdiv(K, parts_k), tile.columns) * tile.columns
     slabs = s if parts_k == 1 else x.new_empty(modules, parts_k, T, low, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        low_rank.project[modules, parts_k, triton.cdiv(T, 64)](
-            x, slabs, *owners, sites, T, slots, K, part_k, low, training, 64, 128, routes.precision(x),
-            num_warps=4, num_stages=3 if routes.is_roomy(x) else 2,
+        low_rank.project[modules, parts_k, triton.cdiv(T, tile.rows)](
+            x, slabs, *owners, sites, T, slots, K, part_k, low, training, tile.rows, tile.columns,
+            routes.precision(x), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if parts_k > 1:
             ends = tuple(parts_k * module for module in range(modules + 1))
@@ -108,29 +109,33 @@ def backward(
     modules, slots, _ = sites.shape
     low, spans = s.shape[-1], tuple(columns)
     owners = (segment_T, segments, counters_T)
-    precision, roomy = routes.precision(x), routes.is_roomy(x)
-    wide, deep = (256, 64) if roomy else (64, 64)
+    precision, tiles = routes.precision(x), routes.thin(x)
+    wide = tiles.gradient_b.columns
     ends = tuple(accumulate((triton.cdiv(end - start, wide) for start, end in pairwise(spans)), initial=0))
     slabs, ds, dx = x.new_empty(ends[-1], T, low), torch.empty_like(s), torch.empty_like(x)
     # A job is cut from one and a half times PART_ROWS rows on, into parts of more than two thirds of it.
     partials = 0 if pinned or 2 * T < 3 * PART_ROWS else 3 * T // (2 * PART_ROWS) + 1
     sums_a, sums_b = (x.new_empty(partials, low, n, dtype=torch.float32) for n in (modules * K, N))
     with torch.cuda.device_of(x):
+        tile = tiles.gradient_b
         low_rank.gradient_b[ends[-1], len(parts)](
-            dy, s, slabs, sums_b, pieces, parts, sites, T, slots, N, spans, low, 64, wide, precision,
-            num_warps=8, num_stages=3 if roomy else 2,
+            dy, s, slabs, sums_b, pieces, parts, sites, T, slots, N, spans, low, tile.rows, wide, precision,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         low_rank.sum_slabs[modules, triton.cdiv(T, 16)](
             slabs, ds, segment_T, segments, sites, T, slots, ends, low, training, 16, num_warps=4
         )
         _wide(dy, weight, None, dx, ds, owners, sites, spans, training, pinned, backward=True)
-        low_rank.gradient_a[modules, triton.cdiv(K, deep), len(parts)](
-            x, ds, sums_a, *owners, pieces, parts, sites, T, slots, K, low, training, 32, deep, precision,
-            num_warps=4, num_stages=4 if roomy else 2,
+        tile = tiles.gradient_a
+        low_rank.gradient_a[modules, triton.cdiv(K, tile.columns), len(parts)](
+            x, ds, sums_a, *owners, pieces, parts, sites, T, slots, K, low, training, tile.rows, tile.columns,
+            precision, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if partials:
-            tiles = modules * triton.cdiv(K, 256) + sum(triton.cdiv(end - start, 256) for start, end in pairwise(spans))
-            low_rank.fold_sums[tiles, len(folds)](
+            spread = modules * triton.cdiv(K, 256) + sum(
+                triton.cdiv(end - start, 256) for start, end in pairwise(spans)
+            )
+            low_rank.fold_sums[spread, len(folds)](
                 sums_a, sums_b, folds, sites, slots, K, N, spans, low, 256, num_warps=4
             )
     return dx

@@ -30,6 +30,21 @@ class Tile(NamedTuple):
     stages: int
 
 
+class Thin(NamedTuple):
+    """Tile of a thin product: rows, and columns of the wide operand."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class ThinTiles(NamedTuple):
+    project: Thin
+    gradient_b: Thin
+    gradient_a: Thin
+
+
 PINNED = Tile(128, 256, 64, 8, 8, 3)
 """The one shape of deterministic mode."""
 _TILES = {"128x256": PINNED, "128x128": Tile(128, 128, 64, 8, 4, 4), "64x128": Tile(64, 128, 64, 8, 4, 4)}
@@ -59,6 +74,13 @@ def precision(x: Tensor) -> str:
 def _shared_bytes(device: int) -> int:
     """Most that one program may have."""
     return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def thin(x: Tensor) -> ThinTiles:
+    """The fastest that fit on this GPU, as `benchmarks/tiles.py` finds them."""
+    if is_roomy(x):
+        return ThinTiles(Thin(64, 128, 4, 3), Thin(64, 256, 8, 3), Thin(32, 64, 4, 4))
+    return ThinTiles(Thin(64, 128, 4, 2), Thin(64, 64, 8, 2), Thin(32, 64, 4, 2))
 
 
 def num_programs(x: Tensor) -> int:

@@ -1,0 +1,134 @@
+"""Which tile is fastest for each kernel of the mixed-job linear: what `kernels/routes.py` holds is chosen by this.
+
+    python -m benchmarks.tiles [LINEAR ...] [--kernels project gradient_b gradient_a product]
+
+LINEARs are named as in benchmarks/kernels.py. Needs a GPU. Every candidate's results are compared with those of the
+tiles in use; one that differs, or does not run, is listed last, as inf. Times are the device's, from the profiler.
+"""
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from itertools import product
+
+import torch
+
+from benchmarks.kernels import BACKWARD, FORWARD, LINEARS, Linear, kernels_ms
+from tlora.kernels import routes
+from tlora.kernels.routes import PINNED, Thin, Tile
+
+Candidate = Thin | Tile
+CANDIDATES: dict[str, list[Candidate]] = {
+    "project": [
+        *(Thin(64, columns, 4, stages) for columns, stages in product((64, 128), (2, 3, 4))),
+        *(Thin(rows, 128, warps, 3) for rows, warps in ((32, 4), (64, 8), (128, 4), (128, 8))),
+    ],
+    "gradient_b": [
+        *(Thin(64, 256, 8, stages) for stages in (2, 3, 4)),
+        *(Thin(128, columns, warps, 2) for columns, warps in ((128, 4), (128, 8), (256, 8))),
+        *(Thin(rows, 128, 4, stages) for rows, stages in ((32, 4), (64, 3), (64, 4))),
+        *(Thin(rows, 512, warps, 2) for rows, warps in ((32, 8), (32, 16), (64, 16))),
+    ],
+    "gradient_a": [
+        *(Thin(32, 64, 4, stages) for stages in (3, 4, 5)),
+        *(Thin(rows, 64, 4, 3) for rows in (64, 128)),
+        *(Thin(rows, 128, warps, 3) for rows, warps in ((32, 4), (32, 8), (64, 4), (64, 8))),
+    ],
+    "product": [
+        *(PINNED._replace(GROUP=group) for group in (4, 8, 16)),
+        *(PINNED._replace(BK=deep, stages=stages) for deep, stages in ((32, 6), (128, 2))),
+        PINNED._replace(BM=256, BN=128),
+        *(Tile(128, 128, 64, 8, warps, stages) for warps, stages in ((4, 4), (8, 4), (8, 5))),
+    ],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("linears", nargs="*", default=["linear/4096x14336", "linear/4096x6144"], metavar="LINEAR")
+    parser.add_argument("--kernels", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    arguments = parser.parse_args()
+    works = [
+        (name, kernel, candidate)
+        for name in arguments.linears
+        for kernel in arguments.kernels
+        for candidate in CANDIDATES[kernel]
+    ]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        for work in [pool.submit(compile_one, *work, folder) for work in works]:
+            work.result()
+    for name in arguments.linears:
+        linear = Linear(LINEARS[name][0])
+        for kernel in arguments.kernels:
+            print(f"{name} {kernel}: {'; '.join(rank(linear, kernel))}", flush=True)
+
+
+def compile_one(name: str, kernel: str, candidate: Candidate, folder: str) -> None:
+    """Into Triton's cache, beside the others."""
+    os.environ["XDG_CACHE_HOME"] = folder
+    linear = Linear(LINEARS[name][0])
+    with using(kernel, candidate):
+        try:
+            linear.both()
+        except Exception as error:  # whatever the compiler or the driver raises: said again when it is timed
+            print(f"{name} {kernel} {tuple(candidate)}: {type(error).__name__}", flush=True)
+
+
+def rank(linear: Linear, kernel: str) -> Iterator[str]:
+    """Each candidate's microseconds, forward and backward, fastest first."""
+    want = results(linear)
+    times = []
+    for candidate in CANDIDATES[kernel]:
+        with using(kernel, candidate):
+            try:
+                error = max(
+                    (torch.linalg.vector_norm(out - ref) / torch.linalg.vector_norm(ref)).item()
+                    for out, ref in zip(results(linear), want, strict=True)
+                )
+                times.append((time_ms(linear, kernel) if error < 1e-2 else float("inf"), candidate))
+            except Exception as error:
+                times.append((float("inf"), candidate))
+                print(f"{kernel} {tuple(candidate)}: {type(error).__name__}", flush=True)
+    for time, candidate in sorted(times, key=lambda timed: timed[0]):
+        yield f"{time * 1000:.0f} µs {tuple(candidate)}"
+
+
+def results(linear: Linear) -> list[torch.Tensor]:
+    """Y, dX and one job's gradients, from zero."""
+    sites = [site for part in linear.adapters.sites for site in part.values()]
+    for site in sites:
+        site.grad_a_RK.zero_()
+        site.grad_b_NR.zero_()
+    y, s = linear.forward()
+    dx = linear.backward(s)
+    return [y.float(), dx.float(), sites[-1].grad_a_RK.clone(), sites[-1].grad_b_NR.clone()]
+
+
+def time_ms(linear: Linear, kernel: str) -> float:
+    s = linear.forward()[1]
+    forward = kernels_ms(linear.forward, FORWARD)
+    backward = kernels_ms(lambda: linear.backward(s), BACKWARD)
+    return forward.get(kernel, 0.0) + backward.get(kernel, 0.0)
+
+
+@contextmanager
+def using(kernel: str, candidate: Candidate) -> Iterator[None]:
+    """The candidate in the place of the tile in use."""
+    thin, run_fastest = routes.thin, routes.run_fastest
+    if isinstance(candidate, Tile):
+        routes.run_fastest = lambda key, y, tiled, library, **how: tiled(candidate)
+    else:
+        routes.thin = lambda x: thin(x)._replace(**{kernel: candidate})
+    try:
+        yield
+    finally:
+        routes.thin, routes.run_fastest = thin, run_fastest
+
+
+if __name__ == "__main__":
+    main()
