@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def compile_linears() -> None:
-    """Into Triton's cache, side by side: their dozen binaries a shape, one after the other, would take minutes."""
+    """Into Triton's cache, side by side: one after the other, their binaries would take a minute."""
     cases = [case for case, _ in LINEARS.values()]
     cases += [Case(4096, (14336,), (rank,) * 8) for ranks in ODD_RANKS.values() for rank in ranks]
     # A binary depends on no more of a case than this.
@@ -114,7 +114,7 @@ def compile_linears() -> None:
 
 
 def compile_one(case: Case, back: bool, folder: str) -> None:
-    """By one call, of as many rows as will be timed: the number of programs is compiled in."""
+    """By one call, of as many rows as will be timed."""
     os.environ["XDG_CACHE_HOME"] = folder  # what is fastest beside other processes is not what to remember
     linear = Linear(case)
     if back:

@@ -68,8 +68,8 @@ def forward(
     slabs = s if parts_k == 1 else x.new_empty(modules, parts_k, T, low, dtype=torch.float32)
     with torch.cuda.device_of(x):
         low_rank.project[modules, parts_k, triton.cdiv(T, tile.rows)](
-            x, slabs, *owners, sites, T, slots, K, part_k, low, training, tile.rows, tile.columns,
-            routes.precision(x), num_warps=tile.warps, num_stages=tile.stages,
+            x, slabs, *owners, sites, T, slots, K, part_k, low, training, parts_k == 1, tile.rows,
+            tile.columns, routes.precision(x), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if parts_k > 1:
             ends = tuple(parts_k * module for module in range(modules + 1))

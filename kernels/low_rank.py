@@ -17,7 +17,7 @@ from tlora.kernels.mask import (
 
 
 @triton.jit
-def _project(x, low, site, segment, counters_T, rows, rank, at, start_k, K: tl.constexpr, PART_K: tl.constexpr,
+def _project(x, low, site, segment, counters_T, rows, rank, at, start_k, K, PART_K,
              LOW: tl.constexpr, TRAINING: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr,
              BK: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr):
     """One segment's rows of a row tile, ranks `at` to `at + BR`."""
@@ -44,12 +44,12 @@ def _project(x, low, site, segment, counters_T, rows, rank, at, start_k, K: tl.c
 
 
 @triton.jit
-def project(x, low, segment_T, segments, counters_T, sites, T, SLOTS, K: tl.constexpr, PART_K: tl.constexpr,
-            LOW: tl.constexpr, TRAINING: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
+def project(x, low, segment_T, segments, counters_T, sites, T, SLOTS, K, PART_K, LOW: tl.constexpr,
+            TRAINING: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+            PRECISION: tl.constexpr):
     """S before its sum over parts of K, [module, part of K, T, LOW]; the whole S where there is one part. Grid
     (modules, parts of K, row tiles), so that the modules of a tile find its X in the cache."""
     module, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    WHOLE: tl.constexpr = PART_K >= K
     rows = tile * BM + tl.arange(0, BM)
     low += (module * tl.num_programs(1) + part).to(tl.int64) * T * LOW
     last = tl.load(segment_T + tl.minimum(tile * BM + BM, T) - 1)
@@ -87,7 +87,7 @@ def _store(p_grad, p_sum, acc, partial, mask):
 
 
 @triton.jit
-def _gradient_b(dy, low, slab, site, grad, sums, pieces, part, rank, at, i_n, m_n, first_n, W, N: tl.constexpr,
+def _gradient_b(dy, low, slab, site, grad, sums, pieces, part, rank, at, i_n, m_n, first_n, W, N,
                 LOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr):
     """One part's rows over BN columns of one module of width W, ranks `at` to `at + BR`."""
     i_r = at + tl.arange(0, BR)
@@ -112,7 +112,7 @@ def _gradient_b(dy, low, slab, site, grad, sums, pieces, part, rank, at, i_n, m_
 
 
 @triton.jit
-def gradient_b(dy, low, slabs, sums, pieces, parts, sites, T, SLOTS, N: tl.constexpr, COLUMNS: tl.constexpr,
+def gradient_b(dy, low, slabs, sums, pieces, parts, sites, T, SLOTS, N, COLUMNS,
                LOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """dB, and dS before its sum over column tiles: slabs [column tile, T, LOW]; grid (column tiles, parts)."""
     tile, part = tl.program_id(0), parts + tl.program_id(1) * 4
@@ -138,7 +138,7 @@ def gradient_b(dy, low, slabs, sums, pieces, parts, sites, T, SLOTS, N: tl.const
 
 
 @triton.jit
-def sum_slabs(slabs, low, segment_T, segments, sites, T, SLOTS, ENDS: tl.constexpr, LOW: tl.constexpr,
+def sum_slabs(slabs, low, segment_T, segments, sites, T, SLOTS, ENDS, LOW: tl.constexpr,
               TRAINING: tl.constexpr, BM: tl.constexpr):
     """S or dS [module, T, LOW] = f Σ slabs [slab, T, LOW], each module's from ENDS to ENDS, in their order; grid
     (modules, row tiles)."""
@@ -167,7 +167,7 @@ def sum_slabs(slabs, low, segment_T, segments, sites, T, SLOTS, ENDS: tl.constex
 
 
 @triton.jit
-def _gradient_a(x, d_low, site, grad, sums, counters_T, pieces, part, step, rank, at, i_k, m_k, K: tl.constexpr,
+def _gradient_a(x, d_low, site, grad, sums, counters_T, pieces, part, step, rank, at, i_k, m_k, K,
                 LOW: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
                 PRECISION: tl.constexpr):
     """One part's rows over BK columns, ranks `at` to `at + BR`."""
@@ -193,7 +193,7 @@ def _gradient_a(x, d_low, site, grad, sums, counters_T, pieces, part, step, rank
 
 
 @triton.jit
-def gradient_a(x, d_low, sums, segment_T, segments, counters_T, pieces, parts, sites, T, SLOTS, K: tl.constexpr,
+def gradient_a(x, d_low, sums, segment_T, segments, counters_T, pieces, parts, sites, T, SLOTS, K,
                LOW: tl.constexpr, TRAINING: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
     """dA; grid (modules, column tiles, parts), so that the modules of a tile find its X in the cache."""
     module, tile, part = tl.program_id(0), tl.program_id(1), parts + tl.program_id(2) * 4
@@ -237,7 +237,7 @@ def _fold(sums, grad, fold, stride, rank, i_n, m_n, W, LOW: tl.constexpr, BN: tl
 
 
 @triton.jit
-def fold_sums(sums_a, sums_b, folds, sites, SLOTS, K: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
+def fold_sums(sums_a, sums_b, folds, sites, SLOTS, K, N, COLUMNS,
               LOW: tl.constexpr, BN: tl.constexpr):
     """Add the partial sums of jobs that were cut into several parts to their gradients, in order; grid (column tiles of
     every module's A, then of every module's B; jobs that were cut)."""
@@ -246,7 +246,7 @@ def fold_sums(sums_a, sums_b, folds, sites, SLOTS, K: tl.constexpr, N: tl.conste
     if slot < 0:
         return
     MODULES: tl.constexpr = len(COLUMNS) - 1
-    TILES: tl.constexpr = (K + BN - 1) // BN
+    TILES = tl.cdiv(K, BN)
     if tile < MODULES * TILES:
         module = tile // TILES
         site = sites + (module * SLOTS + slot) * FIELDS

@@ -60,7 +60,7 @@ def factor(site, TRAINING: tl.constexpr):
 
 
 @triton.jit
-def column_tile(tile, COLUMNS: tl.constexpr, BN: tl.constexpr):
+def column_tile(tile, COLUMNS, BN: tl.constexpr):
     """Module of a column tile, the module's first and end column, and the tile's first; no tile spans two modules."""
     module, first, end, start, tiles = 0, COLUMNS[0], COLUMNS[1], tile * BN, tl.cdiv(COLUMNS[1], BN)
     for i in tl.static_range(1, len(COLUMNS) - 1):

@@ -58,7 +58,7 @@ def _low_rank(acc, low, segments, sites, segment_0, segment_1, rows, i_n, m_n, W
 
 @triton.jit
 def _masked_low_rank(low, segments, sites, segment_0, segment_1, slot, step, counters, rows, i_n, T, SLOTS,
-                     N: tl.constexpr, MODULES: tl.constexpr, LOW: tl.constexpr, TRAINING: tl.constexpr,
+                     N, MODULES: tl.constexpr, LOW: tl.constexpr, TRAINING: tl.constexpr,
                      BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """Σ over modules of D ⊙ (dS A) on one tile, each with its own mask."""
     total = tl.zeros((BM, BN), tl.float32)
@@ -78,7 +78,7 @@ def _masked_low_rank(low, segments, sites, segment_0, segment_1, slot, step, cou
 
 @triton.jit
 def _tile(acc, low, segment_T, segments, counters_T, sites, tile_m, i_n, module, first_n, end_n, T, SLOTS,
-          N: tl.constexpr, MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr, TRAINING: tl.constexpr,
+          N, MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr, TRAINING: tl.constexpr,
           BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """The low-rank part of one tile [BM, BN]; `acc` is all zero."""
     rows = tile_m * BM + tl.arange(0, BM)
@@ -110,10 +110,10 @@ def _tile(acc, low, segment_T, segments, counters_T, sites, tile_m, i_n, module,
 
 
 @triton.jit
-def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, T, SLOTS, K: tl.constexpr, N: tl.constexpr,
-          COLUMNS: tl.constexpr, MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr,
+def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, T, SLOTS, K, N,
+          COLUMNS, MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr,
           TRAINING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-          TILES_N: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr):
+          TILES_N, RAGGED: tl.constexpr, PRECISION: tl.constexpr):
     """x [T, K] times w ([N, K] forward, [K, N] backward) into y [T, N], through tensor descriptors; COLUMNS are the
     output's (one span backward). RAGGED: a tile may end within another module's columns, and is stored by pointers."""
     tiles_m = tl.cdiv(T, BM)
@@ -142,7 +142,7 @@ def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, T, SL
 
 
 @triton.jit
-def expand(y, low, segment_T, segments, counters_T, sites, T, SLOTS, N: tl.constexpr, COLUMNS: tl.constexpr,
+def expand(y, low, segment_T, segments, counters_T, sites, T, SLOTS, N, COLUMNS,
            MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr, TRAINING: tl.constexpr, BM: tl.constexpr,
            BN: tl.constexpr, PRECISION: tl.constexpr):
     """y [T, N] += its low-rank part; grid (row tiles, column tiles)."""
