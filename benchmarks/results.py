@@ -25,6 +25,7 @@ class Row:
     name: str
     shape: str
     ours_ms: float
+    """GiB in the rows named memory/…, as is `against_ms`."""
     against: str
     against_ms: float
     ratio: float
@@ -75,8 +76,9 @@ def write(name: str, rows: Sequence[Row]) -> None:
     path = folder() / f"{name}.json"
     kept = {old["name"]: old for old in json.loads(path.read_text())} if path.exists() else {}
     for new in rows:
+        unit = "GiB" if new.name.startswith("memory/") else "ms"
         print(
-            f"{new.name:<40} {new.shape:<26} {new.ours_ms:9.3f} ms, {new.against_ms:9.3f} ms {new.against:<31}"
+            f"{new.name:<40} {new.shape:<26} {new.ours_ms:9.3f} {unit}, {new.against_ms:9.3f} {unit} {new.against:<31}"
             f" {new.ratio:6.3f} {new.verdict}",
             flush=True,
         )

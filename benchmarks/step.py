@@ -218,7 +218,7 @@ def memory(bench: Bench) -> None:
     others = torch.cuda.memory_allocated()
     theirs = 8 * (peak(partial(Peft(bench.config, dropout=DROPOUT).step, length)) - others)
     target = 0.3 if bench.name == "llama-8b" else None
-    add(bench, "memory/8-jobs", ours / 2**30, "GiB: 8 × one PEFT job of 1024 tokens", theirs / 2**30, target)
+    add(bench, "memory/8-jobs", ours / 2**30, "8 × one PEFT job of 1024 tokens", theirs / 2**30, target)
     free()
 
 
