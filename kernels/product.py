@@ -110,10 +110,10 @@ def _tile(acc, low, segment_T, segments, counters_T, sites, tile_m, i_n, module,
 
 
 @triton.jit
-def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, T, SLOTS, K, N,
-          COLUMNS, MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr,
-          TRAINING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-          TILES_N, RAGGED: tl.constexpr, PRECISION: tl.constexpr):
+def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, T, SLOTS, K, N, COLUMNS,
+          MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr, TRAINING: tl.constexpr, BM: tl.constexpr,
+          BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TILES_N, RAGGED: tl.constexpr,
+          PRECISION: tl.constexpr):
     """x [T, K] times w ([N, K] forward, [K, N] backward) into y [T, N], through tensor descriptors; COLUMNS are the
     output's (one span backward). RAGGED: a tile may end within another module's columns, and is stored by pointers."""
     tiles_m = tl.cdiv(T, BM)

@@ -206,18 +206,17 @@ def by_blocks(
             low = x @ site.a_RK.T
             raw.addmm_(low, site.b_NR.T, alpha=site.scale)
         losses_M[block.span] = rows_loss(raw, loss.targets_M[block.span], loss.weights_M[block.span])
-        if d_hidden_TH is None:
-            continue
-        d_raw = raw  # overwritten by its gradient
-        del raw
-        dh = d_raw @ weight_VH
-        if site is not None:
-            d_low = (d_raw @ site.b_NR).mul_(site.scale)
-            add_product(site.grad_b_NR, d_raw, low, site.scale)
-            add_product(site.grad_a_RK, d_low, x)
-            dh += dropped(d_low @ site.a_RK, site, block.step, rows.tables.counters_T[at], rows.training)
-        del d_raw  # or the next block's logits would be made beside these
-        d_hidden_TH[at] = dh
+        if d_hidden_TH is not None:
+            d_raw = raw  # overwritten by its gradient
+            dh = d_raw @ weight_VH
+            if site is not None:
+                d_low = (d_raw @ site.b_NR).mul_(site.scale)
+                add_product(site.grad_b_NR, d_raw, low, site.scale)
+                add_product(site.grad_a_RK, d_low, x)
+                dh += dropped(d_low @ site.a_RK, site, block.step, rows.tables.counters_T[at], rows.training)
+            d_hidden_TH[at] = dh
+            del d_raw
+        del raw  # or the next block's logits would be made beside these
     return torch.segment_reduce(losses_M, "sum", lengths=loss.counts_S, unsafe=True), d_hidden_TH
 
 

@@ -1,6 +1,6 @@
 """How the base's decoder layers run: compiled, recomputed in the backward pass, in which precision.
 
-Called by the super-model once its model is checked; the layers' own code is transformers'.
+Called by the super-model when it takes a model over; the layers' own code is transformers'.
 """
 
 from collections.abc import Callable
