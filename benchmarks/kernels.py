@@ -254,13 +254,9 @@ def time_linear(name: str, case: Case, target: float) -> bool:
     linear = Linear(case)
     if not linear.is_right(name):
         return False
-    one, other = (torch.empty(2**28, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     closures: dict[str, Callable[[], object]] = {
         "ours": linear.both,
         "plain": linear.plain,
-        "plain forward": linear.plain_forward,
-        "plain backward": linear.plain_backward,
-        "copy": lambda: one.copy_(other),
         "torch-loop": linear.torch_loop,
     }
     if len(case.widths) == 1 and find_spec("peft"):
@@ -273,22 +269,26 @@ def time_linear(name: str, case: Case, target: float) -> bool:
         for peer, text in (("torch-loop", "torch, job by job"), ("peft", "PEFT, one job of rank 16"))
         if peer in times
     ]
-    write("kernels", rows + parts(name, case, linear, times))
+    write("kernels", rows + parts(name, case, linear))
     return True
 
 
-def parts(name: str, case: Case, linear: Linear, times: Mapping[str, float]) -> list[Row]:
-    """Each part beside its floor: the plain product, or its wide operand read once at the speed of a copy."""
+def parts(name: str, case: Case, linear: Linear) -> list[Row]:
+    """Each part beside its floor: the plain product, or its wide operand read once at the speed of a copy. All from the
+    profiler, few calls each: the card is cooler, and its clock higher, than in the loop that times the whole."""
+    one, other = (torch.empty(2**28, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     s = linear.forward()[1]
     backward = kernels_ms(lambda: linear.backward(s), BACKWARD)
     found = {"forward": kernels_ms(linear.forward, FORWARD), "backward": backward}
+    plain = {"forward": kernels_ms(linear.plain_forward, {}), "backward": kernels_ms(linear.plain_backward, {})}
+    copy = sum(kernels_ms(lambda: one.copy_(other), {}).values())
     wide = {"project": linear.x, "gradient_b": linear.dy, "gradient_a": linear.x}
     rows = []
     for way, of_parts in found.items():
         for part, ours_ms in of_parts.items():
-            floor = "the plain product", times[f"plain {way}"]
+            floor = "the plain product", plain[way]["product"]
             if part in wide:  # a copy of 2²⁸ bytes reads and writes them
-                floor = "reading its wide operand once", times["copy"] * wide[part].nbytes / 2**29
+                floor = "reading its wide operand once", copy * wide[part].nbytes / 2**29
             if part != "fold_sums":
                 rows.append(row(f"{name}/{way}/{part}", case.shape, ours_ms, *floor))
     return rows

@@ -1,6 +1,6 @@
 """The whole step of eight mixed jobs beside its floor, the frozen backbone and PEFT; tick times for the scheduler.
 
-    python -m benchmarks.step [--base llama-8b] [--parts step throughput memory profile]
+    python -m benchmarks.step [--base llama-8b] [--parts step throughput deterministic memory profile]
 
 Weights and tokens are random: speed does not depend on them. Bases have real shapes. Rows go to
 `benchmarks/results/<gpu>/step.json`, tick times and memory to `profile.json` beside it.
@@ -50,9 +50,9 @@ BASES: dict[str, PretrainedConfig] = {
 class Bench:
     """One base on this GPU."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, *, deterministic: bool = False):
         self.name, self.config = name, BASES[name]
-        self.model = SuperModel(fresh(self.config), BaseSpec(model=name))
+        self.model = SuperModel(fresh(self.config), BaseSpec(model=name), deterministic=deterministic)
         self.states: list[AdapterState] = []
 
     def label(self, name: str) -> str:
@@ -75,7 +75,12 @@ class Bench:
     def step(self, jobs: Sequence[int], length: int) -> None:
         """One step of the given residents, one sequence of `length` tokens each: pack, forward, backward, optimizer."""
         items = [Item(slot, 0, 0, 0, 1.0 / (length - 1), sequence(length, slot)) for slot in jobs]
-        batch = pack(items, device=self.model.device, round_to=self.model.row_multiple(len(items) * length))
+        batch = pack(
+            items,
+            device=self.model.device,
+            per_sequence=self.model.deterministic,
+            round_to=self.model.row_multiple(len(items) * length),
+        )
         losses = self.model.train(batch)
         if self.states:
             adamw([
@@ -209,6 +214,19 @@ def throughput(bench: Bench, lengths: Sequence[int] = (512, 2048)) -> None:
                 None if compiled else target, faster=True)  # fmt: skip
 
 
+def deterministic(bench: Bench) -> None:
+    """The price of bits that do not depend on neighbours: eight jobs in that mode, over the same in production."""
+    length = 1024
+    runs = {}
+    for name, one in {"ours": Bench(bench.name, deterministic=True), "production": bench}.items():
+        one.place(RANKS)
+        runs[name] = partial(one.step, range(8), length)
+    times = in_turn(runs, rounds=3)
+    add(bench, f"deterministic/8x{length}", times["ours"], "ours in production", times["production"], None)
+    del runs, one
+    free()
+
+
 def memory(bench: Bench) -> None:
     """Peak of a tick of eight jobs over one base, and eight times the peak of one PEFT job."""
     length = 1024
@@ -263,9 +281,9 @@ def write_profile(ticks: Sequence[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", nargs="+", choices=list(BASES), default=["llama-8b"])
-    parser.add_argument("--parts", nargs="+", default=["step", "throughput", "memory", "profile"])
+    parser.add_argument("--parts", nargs="+", default=["step", "throughput", "deterministic", "memory", "profile"])
     arguments = parser.parse_args()
-    parts = {"step": steps, "throughput": throughput, "memory": memory}
+    parts = {"step": steps, "throughput": throughput, "deterministic": deterministic, "memory": memory}
     for base in arguments.base:
         bench = Bench(base)
         for part in (part for part in arguments.parts if part in parts):

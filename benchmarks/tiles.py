@@ -24,19 +24,31 @@ from tlora.kernels.routes import PINNED, Thin, Tile
 Candidate = Thin | Tile
 CANDIDATES: dict[str, list[Candidate]] = {
     "project": [
-        *(Thin(64, columns, 4, stages) for columns, stages in product((64, 128), (2, 3, 4))),
-        *(Thin(rows, 128, warps, 3) for rows, warps in ((32, 4), (64, 8), (128, 4), (128, 8))),
+        *(Thin(64, 64, 4, stages, registers) for stages, registers in product((3, 4), (96, 128, 168))),
+        *(Thin(64, 128, 4, 3, registers) for registers in (128, 168, 255)),
+        *(Thin(rows, 64, 4, stages, 128) for rows, stages in ((32, 4), (128, 3))),
+        *(Thin(64, columns, 8, 3, 128) for columns in (64, 128)),
+        *(Thin(128, columns, 8, 3, 128) for columns in (64, 128)),
     ],
     "gradient_b": [
-        *(Thin(64, 256, 8, stages) for stages in (2, 3, 4)),
-        *(Thin(128, columns, warps, 2) for columns, warps in ((128, 4), (128, 8), (256, 8))),
-        *(Thin(rows, 128, 4, stages) for rows, stages in ((32, 4), (64, 3), (64, 4))),
-        *(Thin(rows, 512, warps, 2) for rows, warps in ((32, 8), (32, 16), (64, 16))),
+        *(Thin(64, 256, 8, stages) for stages in (3, 4)),
+        *(Thin(64, 128, warps, stages, 128) for warps, stages in product((4, 8), (2, 3))),
+        *(Thin(128, columns, 8, 2, registers) for columns, registers in ((128, 128), (256, 255))),
+        Thin(64, 256, 8, 3, 168),
     ],
     "gradient_a": [
-        *(Thin(32, 64, 4, stages) for stages in (3, 4, 5)),
-        *(Thin(rows, 64, 4, 3) for rows in (64, 128)),
-        *(Thin(rows, 128, warps, 3) for rows, warps in ((32, 4), (32, 8), (64, 4), (64, 8))),
+        *(
+            Thin(rows, 64, 4, stages, registers)
+            for rows, stages, registers in product((32, 64), (3, 5), (96, 128, 168))
+        ),
+        *(Thin(128, 64, 4, stages, 128) for stages in (2, 3)),
+        *(Thin(64, 128, warps, 3, registers) for warps, registers in ((4, 168), (8, 96), (8, 128))),
+        *(Thin(128, 128, 8, 3, registers) for registers in (96, 128)),
+    ],
+    "expand": [
+        *(Thin(64, 64, 4, stages, 128) for stages in (2, 3, 4)),
+        *(Thin(64, 128, 4, 3, registers) for registers in (128, 168, 255)),
+        *(Thin(rows, 128, 8, 3, registers) for rows, registers in product((64, 128), (128, 255))),
     ],
     "product": [
         *(PINNED._replace(GROUP=group) for group in (4, 8, 16)),
@@ -111,8 +123,8 @@ def results(linear: Linear) -> list[torch.Tensor]:
 
 def time_ms(linear: Linear, kernel: str) -> float:
     s = linear.forward()[1]
-    forward = kernels_ms(linear.forward, FORWARD)
-    backward = kernels_ms(lambda: linear.backward(s), BACKWARD)
+    forward = kernels_ms(linear.forward, {**FORWARD, "expand": "expand"})
+    backward = kernels_ms(lambda: linear.backward(s), {**BACKWARD, "expand": "expand"})
     return forward.get(kernel, 0.0) + backward.get(kernel, 0.0)
 
 
@@ -122,7 +134,8 @@ def using(kernel: str, candidate: Candidate) -> Iterator[None]:
     thin, run_fastest = routes.thin, routes.run_fastest
     if isinstance(candidate, Tile):
         routes.run_fastest = lambda key, y, tiled, library, **how: tiled(candidate)
-    else:
+    else:  # what is fastest with one candidate might not be with another
+        routes.run_fastest = lambda key, y, tiled, library, **how: library()
         routes.thin = lambda x: thin(x)._replace(**{kernel: candidate})
     try:
         yield

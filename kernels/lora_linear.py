@@ -68,13 +68,14 @@ def forward(
     slabs = s if parts_k == 1 else x.new_empty(modules, parts_k, T, low, dtype=torch.float32)
     with torch.cuda.device_of(x):
         low_rank.project[modules, parts_k, triton.cdiv(T, tile.rows)](
-            x, slabs, *owners, sites, T, slots, K, part_k, low, training, parts_k == 1, tile.rows,
-            tile.columns, routes.precision(x), num_warps=tile.warps, num_stages=tile.stages,
+            *_bulk(x, tile), slabs, *owners, sites, T, slots, K, part_k, low, training, parts_k == 1,
+            routes.is_bulky(x), tile.rows, tile.columns, routes.precision(x),
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         if parts_k > 1:
             ends = tuple(parts_k * module for module in range(modules + 1))
-            low_rank.sum_slabs[modules, triton.cdiv(T, 16)](
-                slabs, s, segment_T, segments, sites, T, slots, ends, low, training, 16, num_warps=4
+            low_rank.sum_slabs[modules, triton.cdiv(T, 8)](
+                slabs, s, segment_T, segments, sites, T, slots, ends, low, training, 8, num_warps=2
             )
         _wide(x, weight, bias, y, s, owners, sites, tuple(columns), training, pinned, backward=False)
     return y, s
@@ -119,17 +120,19 @@ def backward(
     with torch.cuda.device_of(x):
         tile = tiles.gradient_b
         low_rank.gradient_b[ends[-1], len(parts)](
-            dy, s, slabs, sums_b, pieces, parts, sites, T, slots, N, spans, low, tile.rows, wide, precision,
-            num_warps=tile.warps, num_stages=tile.stages,
+            *_bulk(dy, tile, spans), s, slabs, sums_b, pieces, parts, sites, T, slots, N, spans, low,
+            routes.is_bulky(dy, spans), tile.rows, wide, precision,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
-        low_rank.sum_slabs[modules, triton.cdiv(T, 16)](
-            slabs, ds, segment_T, segments, sites, T, slots, ends, low, training, 16, num_warps=4
+        low_rank.sum_slabs[modules, triton.cdiv(T, 8)](
+            slabs, ds, segment_T, segments, sites, T, slots, ends, low, training, 8, num_warps=2
         )
         _wide(dy, weight, None, dx, ds, owners, sites, spans, training, pinned, backward=True)
         tile = tiles.gradient_a
         low_rank.gradient_a[modules, triton.cdiv(K, tile.columns), len(parts)](
-            x, ds, sums_a, *owners, pieces, parts, sites, T, slots, K, low, training, tile.rows, tile.columns,
-            precision, num_warps=tile.warps, num_stages=tile.stages,
+            *_bulk(x, tile), ds, sums_a, *owners, pieces, parts, sites, T, slots, K, low, training,
+            routes.is_bulky(x), tile.rows, tile.columns, precision,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         if partials:
             spread = modules * triton.cdiv(K, 256) + sum(
@@ -166,6 +169,11 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
+def _bulk(x: Tensor, tile: routes.Thin, spans: tuple[int, ...] = ()) -> tuple[TensorDescriptor | Tensor, Tensor]:
+    """What a thin product reads its wide operand by."""
+    return (TensorDescriptor.from_tensor(x, [tile.rows, tile.columns]) if routes.is_bulky(x, spans) else x), x
+
+
 def _wide(
     x: Tensor,
     weight: Tensor,
@@ -183,29 +191,35 @@ def _wide(
     """y = x Wᵀ + b + S Bᵀ, or x W + D ⊙ (S A): by the way that is fastest for this shape."""
     modules, slots, _ = sites.shape
     (T, N), columns = y.shape, (0, y.shape[1]) if backward else spans
+    sums = backward and modules > 1
+    """Of several masked products: `expand` writes them, so that no tile need hold two."""
+
+    def expand(bias: Tensor | None) -> None:
+        tile = routes.thin(x).expand
+        tiles = sum(triton.cdiv(end - start, tile.columns) for start, end in pairwise(columns))
+        product.expand[triton.cdiv(T, tile.rows), triton.cdiv(tiles, 8)](
+            y, bias, low, *owners, sites, T, slots, N, columns, tiles, modules, low.shape[-1], backward, training,
+            tile.rows, tile.columns, routes.precision(x),
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        )  # fmt: skip
 
     def tiled(shape: routes.Tile) -> None:
+        if sums:
+            expand(None)
         block = [shape.BK, shape.BN] if backward else [shape.BN, shape.BK]
         tiles = sum(triton.cdiv(end - start, shape.BN) for start, end in pairwise(columns))
         programs = min(triton.cdiv(T, shape.BM) * tiles, routes.num_programs(x))
         product.fused[(programs,)](
             TensorDescriptor.from_tensor(x, [shape.BM, shape.BK]), TensorDescriptor.from_tensor(weight, block),
-            TensorDescriptor.from_tensor(y, [shape.BM, shape.BN]), y, bias, low, *owners, sites, T, slots,
-            x.shape[1], N, columns, modules, low.shape[-1], backward, training, shape.BM, shape.BN, shape.BK,
-            shape.GROUP, tiles, any(end % shape.BN for end in columns[1:-1]), routes.precision(x),
+            TensorDescriptor.from_tensor(y, [shape.BM, shape.BN]), y, bias, low, *owners, sites, 1.0, T, slots,
+            x.shape[1], N, columns, tiles, sums, low.shape[-1], backward, training, shape.BM,
+            shape.BN, shape.BK, shape.GROUP, any(end % shape.BN for end in columns[1:-1]), routes.precision(x),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
 
     def library() -> None:
-        torch.mm(x, weight if backward else weight.T, out=y)
-        if bias is not None:
-            y.add_(bias)
-        BM, BN = (64, 64) if x.itemsize == 4 else (128, 128)
-        tiles = sum(triton.cdiv(end - start, BN) for start, end in pairwise(columns))
-        product.expand[triton.cdiv(T, BM), tiles](
-            y, low, *owners, sites, T, slots, N, columns, modules, low.shape[-1], backward, training, BM, BN,
-            routes.precision(x), num_warps=8, num_stages=1,
-        )  # fmt: skip
+        expand(bias)
+        y.addmm_(x, weight if backward else weight.T)
 
     size = min(8192, max(256, triton.next_power_of_2(T)))
     key = f"{'backward' if backward else 'forward'} {x.dtype} {size}x{x.shape[1]}->{spans}"

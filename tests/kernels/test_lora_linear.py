@@ -22,6 +22,14 @@ FEW = {**JOBS, 4: replace(JOBS[4], lengths=(90,))}
 """As awkward as `JOBS`, in fewer rows."""
 FEWER = {slot: job for slot, job in FEW.items() if slot != 6}
 FEWEST = {slot: JOBS[slot] for slot in (0, 1, 2)}
+WHOLE = {
+    0: Job((128,), rank=3, dropout=0.3),
+    1: Job((100, 28), rank=None),
+    2: Job((128,), rank=64, scale=0.5, dropout=0.1, seed=5, step=3),
+    3: Job((128,), rank=80, scale=0.5, dropout=0.1, seed=2**33),
+    4: Job((90,), rank=17, scale=2.0),
+}
+"""Whose rows fill whole tiles, but for the last."""
 BESIDE = {(0, 0), (2, 0), (2, 4)}
 """(linear, job) without an adapter where there are three linears; job 0 has one on the middle one alone."""
 HALF = (torch.float16, torch.bfloat16)
@@ -167,13 +175,15 @@ def test_equals_one_module_a_job_per_sequence(dtype: torch.dtype, linears: str, 
 
 
 @fused
+@pytest.mark.parametrize("jobs", [FEW, WHOLE], ids=["shared tiles", "tiles of one job"])
+@pytest.mark.parametrize("linears", ["odd, even sum", "one"])
 @pytest.mark.parametrize("way", [*routes._TILES, "library"])
-def test_every_way_of_a_product(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_every_way_of_a_product(monkeypatch: pytest.MonkeyPatch, way: str, linears: str, jobs: dict[int, Job]) -> None:
     def run(key: str, y: torch.Tensor, tiled: Callable, library: Callable, **options: bool) -> None:
         library() if way == "library" else tiled(routes._TILES[way])
 
     monkeypatch.setattr(routes, "run_fastest", run)
-    case = few(torch.float16, "odd, even sum")
+    case = few(torch.float16, linears, jobs)
     compare(ours(case), oracle(case), torch.float16)
 
 

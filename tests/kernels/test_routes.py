@@ -59,7 +59,7 @@ class Ways:
 def ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ways]:
     ways = Ways()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(routes, "_median_ms", lambda run: ways.median_ms(run))
+    monkeypatch.setattr(routes, "_medians_ms", lambda runs: {name: ways.median_ms(run) for name, run in runs.items()})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     routes._choices.cache_clear()
@@ -205,3 +205,8 @@ def test_who_goes_through_the_kernels() -> None:
     assert not routes.has_descriptors(x, torch.zeros(16, 12))
     assert not routes.has_descriptors(x, torch.zeros(12, 8))
     assert not routes.has_descriptors(x.float(), torch.zeros(16, 8))
+    assert routes.is_bulky(x)
+    assert routes.is_bulky(x, (0, 16, 24))
+    assert not routes.is_bulky(x, (0, 5))
+    assert not routes.is_bulky(x[:, :4])
+    assert not routes.is_bulky(x.float())

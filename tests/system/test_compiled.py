@@ -9,6 +9,7 @@ import toy
 from safetensors.torch import load_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tlora import graphs
 from tlora.adapter import WEIGHTS, AdapterState
 from tlora.attention import NAME
 from tlora.kernels import routes
@@ -102,13 +103,18 @@ def no_attention(
 
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU: set TLORA_TEST_DEVICE=cuda")
-def test_captured_ticks_train_the_same_adapter(tmp_path: Path) -> None:
-    """From the third tick of a shape on a graph is replayed; a job that comes later is served by it too."""
+def test_captured_ticks_train_the_same_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third tick of a shape on a graph is replayed; jobs that come once all have left are captured anew."""
     plain = train(toy.super_model(torch.bfloat16, compiled=False), tmp_path / "plain", steps=8, length=64, batches=8)
+    captured, replayed = [], []
+    make, replay = graphs._Graph.__init__, graphs._Graph.forward
+    monkeypatch.setattr(graphs._Graph, "__init__", lambda *args: captured.append(make(*args)))
+    monkeypatch.setattr(graphs._Graph, "forward", lambda *args: replayed.append(1) or replay(*args))
     model = toy.super_model(torch.bfloat16, compiled=True, captured=True)
     ours = train(model, tmp_path / "captured", steps=8, length=64, batches=8)
-    assert len(model._graphs._graphs) == 1
+    assert (len(captured), len(replayed)) == (1, 6)
     again = train(model, tmp_path / "again", steps=8, length=64, batches=8)
+    assert (len(captured), len(replayed)) == (2, 12)
     for mine, theirs, other in zip(ours, plain, again, strict=True):
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-2)
         assert other.losses == pytest.approx(theirs.losses, rel=1e-2)
