@@ -88,12 +88,14 @@ def write(name: str, rows: Sequence[Row]) -> None:
 
 @cache
 def commit() -> str:
-    """Of the checkout, with + where files other than results differ from it; TLORA_COMMIT where there is no git."""
+    """TLORA_COMMIT, if it is set; else of the checkout, with + where files other than results differ from it."""
+    if named := os.environ.get("TLORA_COMMIT"):
+        return named
     try:
         head = _git("rev-parse", "--short", "HEAD")
         return head + "+" * bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("TLORA_COMMIT", "unknown")
+        return "unknown"
 
 
 def _git(*arguments: str) -> str:
