@@ -1,15 +1,16 @@
 """The whole step of eight mixed jobs beside its floor, the frozen backbone and PEFT; tick times for the scheduler.
 
-    python -m benchmarks.step [--base llama-8b] [--parts step throughput deterministic memory profile]
+    python -m benchmarks.step [--base BASE ...] [--parts PART ...]
 
-Weights and tokens are random: speed does not depend on them. Bases have real shapes. Rows go to
-`benchmarks/results/<gpu>/step.json`, tick times and memory to `profile.json` beside it.
+BASEs and PARTs are the keys of `BASES` and `PARTS` below; by default all parts of llama-8b. Weights and tokens are random: speed does not depend on them. Bases have real shapes. Rows go
+to results/<gpu>/step.json, tick times and memory to profile.json beside it.
 """
 
 import argparse
 import gc
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -119,9 +120,9 @@ def sequence(length: int, seed: int) -> TokenSequence:
     return TokenSequence(ids, np.arange(length) >= 1)
 
 
-def in_turn(runs: dict[str, Callable[[], None]], rounds: int = 5) -> dict[str, float]:
+def in_turn(runs: dict[str, Callable[[], None]], rounds: int = 4) -> dict[str, float]:
     """Median milliseconds of each, after what compiles, captures and measures itself has done so."""
-    for run in [*runs.values()] * 4:
+    for run in [*runs.values()] * 3:
         run()
     return results.medians_ms(runs, calls=1, rounds=rounds, graphed=False)
 
@@ -159,8 +160,8 @@ def add(
 class Peft:
     """One PEFT job on a base of its own, in a plain training loop."""
 
-    def __init__(self, config: PretrainedConfig, *, dropout: float, compiled: bool = False):
-        lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear")
+    def __init__(self, config: PretrainedConfig, *, compiled: bool = False):
+        lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=DROPOUT, target_modules="all-linear")
         self.model = get_peft_model(fresh(config), lora).train()
         if compiled:
             for layer in self.model.modules():
@@ -169,7 +170,10 @@ class Peft:
         self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-5)
 
-    def step(self, length: int) -> None:
+    def step(self, length: int, dropout: float = DROPOUT) -> None:
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = dropout
         ids = torch.from_numpy(sequence(length, 0).ids).long().cuda()[None]
         self.model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
@@ -177,41 +181,33 @@ class Peft:
         self.optimizer.zero_grad()
 
 
-def throughput(bench: Bench, lengths: Sequence[int] = (512, 2048)) -> None:
+def own_solo(bench: Bench) -> None:
     """Tokens/s of eight jobs together over the same jobs one after the other."""
-    for length in lengths:
-        bench.place(RANKS)
-        solo = [lambda slot=slot, length=length: bench.step([slot], length) for slot in range(8)]
-        runs = {
-            "ours": lambda length=length: bench.step(range(8), length),
-            **{f"solo{slot}": run for slot, run in enumerate(solo)},
-        }
-        ours = in_turn(runs)
-        alone = sum(time for name, time in ours.items() if name != "ours")
-        shape, target = f"8x{length}", {512: 6.0, 2048: 1.9}.get(length) if bench.name == "llama-8b" else None
-        add(
-            bench,
-            f"throughput/{shape}/own-solo",
-            ours["ours"],
-            "ours, one job after the other",
-            alone,
-            None,
-            faster=True,
-        )
-        for compiled in (False, True):
-            times = []
-            for dropout in (0.0, DROPOUT):  # half of the jobs have each
-                peft = Peft(bench.config, dropout=dropout, compiled=compiled)
-                together = {"ours": runs["ours"], "peft": lambda peft=peft, length=length: peft.step(length)}
-                times.append(in_turn(together))
-                del peft, together
-                torch._dynamo.reset()
-                free()
-            theirs = sum(4 * time["peft"] for time in times)
-            mine = statistics.mean(time["ours"] for time in times)
-            how = "compiled" if compiled else "eager"
-            add(bench, f"throughput/{shape}/peft-{how}", mine, f"PEFT {how}, one job after the other", theirs,
-                None if compiled else target, faster=True)  # fmt: skip
+    bench.place(RANKS)
+    for length in (512, 2048):
+        runs = {str(slot): partial(bench.step, [slot], length) for slot in range(8)}
+        times = in_turn({"ours": partial(bench.step, range(8), length), **runs})
+        alone = sum(time for name, time in times.items() if name != "ours")
+        name, theirs = f"throughput/8x{length}/own-solo", "ours, one job after the other"
+        add(bench, name, times["ours"], theirs, alone, None, faster=True)
+
+
+def against_peft(bench: Bench, *, compiled: bool = False) -> None:
+    """Tokens/s of eight jobs together over PEFT's, one after the other: half of them with dropout."""
+    bench.place(RANKS)
+    peft = Peft(bench.config, compiled=compiled)
+    how = "compiled" if compiled else "eager"
+    for length in (512, 2048):
+        runs = {rate: partial(peft.step, length, rate) for rate in (0.0, DROPOUT)}
+        # Not in turn: a compiled step of another rate is compiled anew.
+        times = [in_turn({"ours": partial(bench.step, range(8), length), "peft": run}) for run in runs.values()]
+        ours, theirs = (statistics.mean(time["ours"] for time in times), sum(4 * time["peft"] for time in times))
+        target = {512: 6.0, 2048: 1.9}[length] if bench.name == "llama-8b" and not compiled else None
+        name, text = f"throughput/8x{length}/peft-{how}", f"PEFT {how}, one job after the other"
+        add(bench, name, ours, text, theirs, target, faster=True)
+    del peft, runs
+    torch._dynamo.reset()
+    free()
 
 
 def deterministic(bench: Bench) -> None:
@@ -234,7 +230,7 @@ def memory(bench: Bench) -> None:
     free()
     ours = peak(lambda: bench.step(range(8), length))
     others = torch.cuda.memory_allocated()
-    theirs = 8 * (peak(partial(Peft(bench.config, dropout=DROPOUT).step, length)) - others)
+    theirs = 8 * (peak(partial(Peft(bench.config).step, length)) - others)
     target = 0.3 if bench.name == "llama-8b" else None
     add(bench, "memory/8-jobs", ours / 2**30, "8 × one PEFT job of 1024 tokens", theirs / 2**30, target)
     free()
@@ -278,18 +274,29 @@ def write_profile(ticks: Sequence[dict[str, object]]) -> None:
     path.write_text(json.dumps({**head, "ticks": [*kept, *ticks]}, indent=1) + "\n")
 
 
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "step": steps,
+    "own-solo": own_solo,
+    "peft-eager": against_peft,
+    "memory": memory,
+    "profile": lambda bench: write_profile(list(profile(bench))),
+    "deterministic": deterministic,
+    "peft-compiled": partial(against_peft, compiled=True),
+}
+"""The last drops what was compiled."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", nargs="+", choices=list(BASES), default=["llama-8b"])
-    parser.add_argument("--parts", nargs="+", default=["step", "throughput", "deterministic", "memory", "profile"])
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     arguments = parser.parse_args()
-    parts = {"step": steps, "throughput": throughput, "deterministic": deterministic, "memory": memory}
     for base in arguments.base:
         bench = Bench(base)
-        for part in (part for part in arguments.parts if part in parts):
-            parts[part](bench)
-        if "profile" in arguments.parts:
-            write_profile(list(profile(bench)))
+        for part in arguments.parts:
+            began_s = time.perf_counter()
+            PARTS[part](bench)
+            print(f"{base} {part}: {time.perf_counter() - began_s:.0f} s", flush=True)
         del bench
         torch._dynamo.reset()
         free()
