@@ -2,11 +2,13 @@
 
     python -m benchmarks.step [--base BASE ...] [--parts PART ...]
 
-BASEs and PARTs are the keys of `BASES` and `PARTS` below; by default all parts of llama-8b. Weights and tokens are random: speed does not depend on them. Bases have real shapes. Rows go
-to results/<gpu>/step.json, tick times and memory to profile.json beside it.
+BASEs and PARTs are the keys of `BASES` and `PARTS` below; by default all parts of llama-8b. Weights and tokens are
+random: speed does not depend on them. Bases have real shapes. Rows go to results/<gpu>/step.json, tick times and memory
+to profile.json beside it.
 """
 
 import argparse
+import copy
 import gc
 import json
 import statistics
@@ -28,7 +30,7 @@ from tlora.kernels.adamw import adamw
 from tlora.optim import update_of
 from tlora.packing import Item, pack
 from tlora.spec import AdapterSpec, BaseSpec, OptimSpec
-from tlora.supermodel import SuperModel
+from tlora.supermodel import SMALL_WORK, SuperModel
 
 RANKS = (2, 4, 8, 16, 16, 32, 64, 64)
 DROPOUT = 0.1
@@ -51,9 +53,9 @@ BASES: dict[str, PretrainedConfig] = {
 class Bench:
     """One base on this GPU."""
 
-    def __init__(self, name: str, *, deterministic: bool = False):
+    def __init__(self, name: str, **options: bool):
         self.name, self.config = name, BASES[name]
-        self.model = SuperModel(fresh(self.config), BaseSpec(model=name), deterministic=deterministic)
+        self.model = SuperModel(fresh(self.config), BaseSpec(model=name), **options)
         self.states: list[AdapterState] = []
 
     def label(self, name: str) -> str:
@@ -110,7 +112,9 @@ class Bench:
 
 
 def fresh(config: PretrainedConfig) -> nn.Module:
+    """With a config of its own: a super-model names its attention there."""
     torch.manual_seed(0)
+    config = copy.deepcopy(config)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
@@ -223,6 +227,20 @@ def deterministic(bench: Bench) -> None:
     free()
 
 
+def captured(bench: Bench) -> None:
+    """A tick small enough to be captured as CUDA graphs, over the same launched kernel by kernel."""
+    length = SMALL_WORK // bench.model.outline.num_parameters // 8 // 16 * 16
+    runs = {}
+    for name, one in {"ours": Bench(bench.name, captured=True), "launched": bench}.items():
+        one.place(RANKS)
+        assert one.model.is_small(8 * length) == (name == "ours")
+        runs[name] = partial(one.step, range(8), length)
+    times = in_turn(runs)
+    add(bench, f"captured/8x{length}", times["ours"], "ours, kernel by kernel", times["launched"], None)
+    del runs, one
+    free()
+
+
 def memory(bench: Bench) -> None:
     """Peak of a tick of eight jobs over one base, and eight times the peak of one PEFT job."""
     length = 1024
@@ -270,8 +288,9 @@ def write_profile(ticks: Sequence[dict[str, object]]) -> None:
     path = results.folder() / "profile.json"
     kept = json.loads(path.read_text())["ticks"] if path.exists() else []
     kept = [tick for tick in kept if tick["base"] not in {tick["base"] for tick in ticks}]
-    head = {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "commit": results.commit()}
-    path.write_text(json.dumps({**head, "ticks": [*kept, *ticks]}, indent=1) + "\n")
+    made_by = {"torch": str(torch.__version__), "commit": results.commit()}
+    ticks = [*kept, *({**tick, **made_by} for tick in ticks)]
+    path.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "ticks": ticks}, indent=1) + "\n")
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {
@@ -281,6 +300,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "memory": memory,
     "profile": lambda bench: write_profile(list(profile(bench))),
     "deterministic": deterministic,
+    "captured": captured,
     "peft-compiled": partial(against_peft, compiled=True),
 }
 """The last drops what was compiled."""

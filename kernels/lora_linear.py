@@ -19,6 +19,10 @@ from tlora.kernels import low_rank, product, reference, routes
 from tlora.kernels.tiles import PART_ROWS, Adapters, RowTable
 
 _Owners = tuple[Tensor, Tensor, Tensor]
+_EXPANDED = 8
+"""Column tiles of a program of `expand`."""
+_FOLDED = 256
+"""Columns of a program of `fold_sums`."""
 
 
 def lora_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, rows: RowTable, adapters: Adapters) -> Tensor:
@@ -29,10 +33,10 @@ def lora_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, rows: Ro
         return F.linear(x_TK, weight_NK, bias_N)
     tables = rows.tables
     owners = (tables.segment_T, tables.segments, tables.counters_T)
-    sums = (tables.pieces, tables.parts, tables.folds)
+    reductions = (tables.pieces, tables.parts, tables.folds)
     columns, low = list(adapters.columns), adapters.low
     y_TN, _ = forward(
-        x_TK, weight_NK, bias_N, *owners, *sums, adapters.table, columns, low, rows.training, rows.per_sequence
+        x_TK, weight_NK, bias_N, *owners, *reductions, adapters.table, columns, low, rows.training, rows.per_sequence
     )
     return y_TN  # type: ignore[no-any-return]
 
@@ -74,9 +78,7 @@ def forward(
         )  # fmt: skip
         if parts_k > 1:
             ends = tuple(parts_k * module for module in range(modules + 1))
-            low_rank.sum_slabs[modules, triton.cdiv(T, 8)](
-                slabs, s, segment_T, segments, sites, T, slots, ends, low, training, 8, num_warps=2
-            )
+            _sum(slabs, s, segment_T, segments, sites, ends, training)
         _wide(x, weight, bias, y, s, owners, sites, tuple(columns), training, pinned, backward=False)
     return y, s
 
@@ -124,9 +126,7 @@ def backward(
             routes.is_bulky(dy, spans), tile.rows, wide, precision,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
-        low_rank.sum_slabs[modules, triton.cdiv(T, 8)](
-            slabs, ds, segment_T, segments, sites, T, slots, ends, low, training, 8, num_warps=2
-        )
+        _sum(slabs, ds, segment_T, segments, sites, ends, training)
         _wide(dy, weight, None, dx, ds, owners, sites, spans, training, pinned, backward=True)
         tile = tiles.gradient_a
         low_rank.gradient_a[modules, triton.cdiv(K, tile.columns), len(parts)](
@@ -135,18 +135,16 @@ def backward(
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         if partials:
-            spread = modules * triton.cdiv(K, 256) + sum(
-                triton.cdiv(end - start, 256) for start, end in pairwise(spans)
-            )
+            spread = modules * triton.cdiv(K, _FOLDED) + _count_tiles(spans, _FOLDED)
             low_rank.fold_sums[spread, len(folds)](
-                sums_a, sums_b, folds, sites, slots, K, N, spans, low, 256, num_warps=4
+                sums_a, sums_b, folds, sites, slots, K, N, spans, low, _FOLDED, num_warps=4
             )
     return dx
 
 
 @backward.register_fake
 def _(dy, x, s, weight, segment_T, segments, counters_T, pieces, parts, folds, sites, columns, training, pinned):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -167,6 +165,26 @@ def _aligned(tensor: Tensor) -> Tensor:
     """Rows one after the other from a multiple of 16 bytes, as the kernels read them."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def _count_tiles(spans: tuple[int, ...], width: int) -> int:
+    """Of so many columns; none spans two modules."""
+    return sum(triton.cdiv(end - start, width) for start, end in pairwise(spans))
+
+
+def _sum(
+    slabs: Tensor,
+    low: Tensor,
+    segment_T: Tensor,
+    segments: Tensor,
+    sites: Tensor,
+    ends: tuple[int, ...],
+    training: bool,
+) -> None:
+    modules, T, stride = low.shape
+    low_rank.sum_slabs[modules, triton.cdiv(T, 8)](
+        slabs, low, segment_T, segments, sites, T, sites.shape[1], ends, stride, training, 8, num_warps=2
+    )
 
 
 def _bulk(x: Tensor, tile: routes.Thin, spans: tuple[int, ...] = ()) -> tuple[TensorDescriptor | Tensor, Tensor]:
@@ -191,36 +209,35 @@ def _wide(
     """y = x Wᵀ + b + S Bᵀ, or x W + D ⊙ (S A): by the way that is fastest for this shape."""
     modules, slots, _ = sites.shape
     (T, N), columns = y.shape, (0, y.shape[1]) if backward else spans
-    sums = backward and modules > 1
-    """Of several masked products: `expand` writes them, so that no tile need hold two."""
+    adds = backward and modules > 1  # no tile need hold two masked products: `expand` writes their sum
 
-    def expand(bias: Tensor | None) -> None:
+    def expand() -> None:
         tile = routes.thin(x).expand
-        tiles = sum(triton.cdiv(end - start, tile.columns) for start, end in pairwise(columns))
-        product.expand[triton.cdiv(T, tile.rows), triton.cdiv(tiles, 8)](
-            y, bias, low, *owners, sites, T, slots, N, columns, tiles, modules, low.shape[-1], backward, training,
-            tile.rows, tile.columns, routes.precision(x),
+        tiles = _count_tiles(columns, tile.columns)
+        product.expand[triton.cdiv(T, tile.rows), triton.cdiv(tiles, _EXPANDED)](
+            y, bias, low, *owners, sites, T, slots, N, columns, tiles, _EXPANDED, modules, low.shape[-1], backward,
+            training, tile.rows, tile.columns, routes.precision(x),
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
 
     def tiled(shape: routes.Tile) -> None:
-        if sums:
-            expand(None)
+        if adds:
+            expand()
         block = [shape.BK, shape.BN] if backward else [shape.BN, shape.BK]
-        tiles = sum(triton.cdiv(end - start, shape.BN) for start, end in pairwise(columns))
+        tiles = _count_tiles(columns, shape.BN)
         programs = min(triton.cdiv(T, shape.BM) * tiles, routes.num_programs(x))
         product.fused[(programs,)](
             TensorDescriptor.from_tensor(x, [shape.BM, shape.BK]), TensorDescriptor.from_tensor(weight, block),
             TensorDescriptor.from_tensor(y, [shape.BM, shape.BN]), y, bias, low, *owners, sites, 1.0, T, slots,
-            x.shape[1], N, columns, tiles, sums, low.shape[-1], backward, training, shape.BM,
+            x.shape[1], N, columns, tiles, adds, low.shape[-1], backward, training, shape.BM,
             shape.BN, shape.BK, shape.GROUP, any(end % shape.BN for end in columns[1:-1]), routes.precision(x),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
 
     def library() -> None:
-        expand(bias)
+        expand()
         y.addmm_(x, weight if backward else weight.T)
 
     size = min(8192, max(256, triton.next_power_of_2(T)))
-    key = f"{'backward' if backward else 'forward'} {x.dtype} {size}x{x.shape[1]}->{spans}"
+    key = f"{'backward' if backward else 'forward'} {x.dtype} {size}x{x.shape[1]}->{N} {spans}"
     routes.run_fastest(key, y, tiled, library, bulk=routes.has_descriptors(x, weight), pinned=pinned)

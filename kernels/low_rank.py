@@ -1,8 +1,9 @@
 """The thin products of the mixed-job linear: S = f X̂ Aᵀ, dS = f dY B, dB += dYᵀ S, dA += dSᵀ X̂, f = s / (1 − p).
 
-Each reads its wide operand once, in bulk copies where BULK (`x` and `dy` are tensor descriptors then). Sums over rows
-follow the job's own pieces in the job's own order, so a gradient does not depend on who is packed beside it. Ranks are
-padded to 16, or to 64 at a time, in registers only; S and dS are zero where a rank was padded.
+Each reads its wide operand once for every 64 ranks, in bulk copies where BULK (`x` and `dy` are tensor descriptors
+then); modules that share X find it in the cache. Sums over rows follow the job's own pieces in the job's own order, so
+a gradient does not depend on who is packed beside it. Ranks are padded to 16, or to 64 at a time, in registers only; S
+and dS are zero where a rank was padded.
 Tables and shape letters: `tiles.py`. A lies as [R, K], B as [R, N]; LOW is the row stride of S and dS.
 """
 # fmt: off
@@ -33,7 +34,7 @@ def _project(x, p_x, low, site, segment, counters_T, tile, rows, rank, at, start
     p_a = pointer(site + A, p_x) + i_r[None, :].to(tl.int64) * K
     p_x += rows[:, None].to(tl.int64) * K
     if MASKED:
-        one, two = row_keys(site, tl.load(segment + STEP), tl.load(counters_T + rows, mask=mine, other=0))
+        first, second = row_keys(site, tl.load(segment + STEP), tl.load(counters_T + rows, mask=mine, other=0))
         threshold = tl.load(site + THRESHOLD).to(tl.uint32)
     acc = tl.zeros((BM, BR), tl.float32)
     for k in range(0, PART_K, BK):
@@ -44,7 +45,7 @@ def _project(x, p_x, low, site, segment, counters_T, tile, rows, rank, at, start
         else:
             b_x = tl.load(p_x + i_k[None, :], mask=mine[:, None] & m_k[None, :], other=0.0)
         if MASKED:
-            b_x = tl.where(keep(one, two, i_k, threshold), b_x, 0.0)
+            b_x = tl.where(keep(first, second, i_k, threshold), b_x, 0.0)
         b_a = tl.load(p_a + i_k[:, None], mask=m_r[None, :] & m_k[:, None], other=0.0)
         acc = tl.dot(b_x, b_a, acc, input_precision=PRECISION)
     if WHOLE:
@@ -202,8 +203,8 @@ def _rows_a(acc, b_x, p_ds, counters, site, step, i_k, m_m, MASKED: tl.constexpr
     """Some rows' part of dA, added."""
     b_ds = tl.load(p_ds, mask=m_m[:, None], other=0.0)
     if MASKED:
-        one, two = row_keys(site, step, tl.load(counters, mask=m_m, other=0))
-        b_x = tl.where(keep(one, two, i_k, tl.load(site + THRESHOLD).to(tl.uint32)), b_x, 0.0)
+        first, second = row_keys(site, step, tl.load(counters, mask=m_m, other=0))
+        b_x = tl.where(keep(first, second, i_k, tl.load(site + THRESHOLD).to(tl.uint32)), b_x, 0.0)
     return tl.dot(tl.trans(b_x), b_ds, acc, input_precision=PRECISION)
 
 
@@ -275,6 +276,7 @@ def gradient_a(x, p_x, d_low, sums, segment_T, segments, counters_T, pieces, par
 
 @triton.jit
 def _fold(sums, grad, fold, stride, rank, i_n, m_n, W, LOW: tl.constexpr, BN: tl.constexpr):
+    """All ranks of one job's gradient, of some columns."""
     partial, count = tl.load(fold + 1), tl.load(fold + 2)
     for r in tl.range(rank):
         o_n = tl.cast(r, tl.int64) * W + i_n

@@ -39,8 +39,8 @@ def _drop(acc, segment, site, counters_T, rows, mine, i_n):
     """D ⊙ acc on one job's own rows."""
     threshold = tl.load(site + THRESHOLD)
     if threshold > 0:
-        one, two = row_keys(site, tl.load(segment + STEP), tl.load(counters_T + rows, mask=mine, other=0))
-        acc = tl.where(keep(one, two, i_n, threshold.to(tl.uint32)) | ~mine[:, None], acc, 0.0)
+        first, second = row_keys(site, tl.load(segment + STEP), tl.load(counters_T + rows, mask=mine, other=0))
+        acc = tl.where(keep(first, second, i_n, threshold.to(tl.uint32)) | ~mine[:, None], acc, 0.0)
     return acc
 
 
@@ -106,15 +106,15 @@ def _fetch(tile, tiles, tiles_m, TILES_N, COLUMNS, low, segment_T, segments, sit
 
 
 @triton.jit
-def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, one, T, SLOTS, K, N, COLUMNS, TILES_N,
+def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, unit, T, SLOTS, K, N, COLUMNS, TILES_N,
           ADDS: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr, TRAINING: tl.constexpr,
           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr,
           PRECISION: tl.constexpr):
     """x [T, K] times w ([N, K] forward, [K, N] backward) into y [T, N], through tensor descriptors; COLUMNS are the
     output's (one span backward). ADDS: y holds its low-rank part. RAGGED: a tile may end within another module's
-    columns, and is stored by pointers. `one` is 1, which the compiler is not to know: a product with it gives the
+    columns, and is stored by pointers. `unit` is 1, which the compiler is not to know: a product with it gives the
     accumulator registers anew. Else those of the low-rank product are moved within the pipeline, and ptxas has each
-    wgmma wait for the one before (its C7515; a third more time)."""
+    wgmma wait for the one before (its note C7515)."""
     FIELD: tl.constexpr = A if BACKWARD else B
     DROPS: tl.constexpr = BACKWARD and TRAINING
     BR: tl.constexpr = 64
@@ -131,15 +131,16 @@ def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, one, 
             acc = y.load([tile_m * BM, start_n]).to(tl.float32)
         else:
             acc = tl.zeros((BM, BN), tl.float32)
-            s, f = low + tl.cast(module, tl.int64) * T * LOW, sites + module * SLOTS * FIELDS
+            s, of_module = low + tl.cast(module, tl.int64) * T * LOW, sites + module * SLOTS * FIELDS
             if (segment_0 < segment_1) | (rank > BR):
-                acc = _low_rank(acc, s, segment_0, segment_1, segments, f, counters_T, rows, i_n, first_n, end_n, FIELD,
-                                LOW, DROPS, PRECISION)
+                acc = _low_rank(acc, s, segment_0, segment_1, segments, of_module, counters_T, rows, i_n, first_n,
+                                end_n, FIELD, LOW, DROPS, PRECISION)
             elif rank > 0:
                 acc = tl.dot(b_s, b_f, acc, input_precision=PRECISION)
                 if DROPS:
-                    acc = _drop(acc, segments + segment_0 * 4, f + slot * FIELDS, counters_T, rows, rows < T, i_n)
-            acc *= one
+                    acc = _drop(acc, segments + segment_0 * 4, of_module + slot * FIELDS, counters_T, rows, rows < T,
+                                i_n)
+            acc *= unit
             segment_0, segment_1, slot, rank, b_s, b_f = _fetch(
                 tile + tl.num_programs(0), tiles, tiles_m, TILES_N, COLUMNS, low, segment_T, segments, sites, T, SLOTS,
                 GROUP, FIELD, LOW, BM, BN, BR)
@@ -151,15 +152,20 @@ def fused(x, w, y, p_y, bias, low, segment_T, segments, counters_T, sites, one, 
         if RAGGED:
             _store(p_y, bias, acc, rows, i_n, end_n, T, N)
         else:
-            if bias is not None:
-                acc += tl.load(bias + i_n, mask=i_n < end_n, other=0.0).to(tl.float32)[None, :]
-            y.store([tile_m * BM, start_n], acc.to(p_y.dtype.element_ty))
+            y.store([tile_m * BM, start_n], _biased(acc, bias, i_n, end_n).to(p_y.dtype.element_ty))
+
+
+@triton.jit
+def _biased(total, bias, i_n, end_n):
+    if bias is not None:
+        total += tl.load(bias + i_n, mask=i_n < end_n, other=0.0).to(tl.float32)[None, :]
+    return total
 
 
 @triton.jit
 def _store(y, bias, total, rows, i_n, end_n, T, N):
-    if bias is not None:
-        total += tl.load(bias + i_n, mask=i_n < end_n, other=0.0).to(tl.float32)[None, :]
+    """One tile, rounded, with the bias."""
+    total = _biased(total, bias, i_n, end_n)
     p_y = y + rows[:, None].to(tl.int64) * N + i_n[None, :]
     tl.store(p_y, total.to(y.dtype.element_ty), mask=(rows < T)[:, None] & (i_n < end_n)[None, :])
 
@@ -173,7 +179,7 @@ def _expand_alone(y, bias, low, segment, sites, slot, counters_T, rows, tile_0, 
     FIELD: tl.constexpr = A if BACKWARD else B
     i_r = tl.arange(0, BR)
     total = tl.zeros((BM, BN), tl.float32)
-    for step in tl.range(tile_0 * SUMMED, tile_1 * SUMMED, num_stages=3):
+    for step in range(tile_0 * SUMMED, tile_1 * SUMMED):
         module, first_n, end_n, start_n = column_tile(step // SUMMED, COLUMNS, BN)
         if BACKWARD:
             module = step % SUMMED
@@ -194,14 +200,14 @@ def _expand_alone(y, bias, low, segment, sites, slot, counters_T, rows, tile_0, 
 
 
 @triton.jit
-def expand(y, bias, low, segment_T, segments, counters_T, sites, T, SLOTS, N, COLUMNS, TILES_N,
+def expand(y, bias, low, segment_T, segments, counters_T, sites, T, SLOTS, N, COLUMNS, TILES_N, COUNT,
            MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr, TRAINING: tl.constexpr, BM: tl.constexpr,
            BN: tl.constexpr, PRECISION: tl.constexpr):
     """y [T, N] = its low-rank part and the bias; backward the sum over MODULES, each with its own mask. Grid (row
-    tiles, column tiles by eights)."""
+    tiles, column tiles by COUNT)."""
     SUMMED: tl.constexpr = MODULES if BACKWARD else 1
-    tile_m, tile_0 = tl.program_id(0), tl.program_id(1) * 8
-    tile_1 = tl.minimum(tile_0 + 8, TILES_N)
+    tile_m, tile_0 = tl.program_id(0), tl.program_id(1) * COUNT
+    tile_1 = tl.minimum(tile_0 + COUNT, TILES_N)
     rows = tile_m * BM + tl.arange(0, BM)
     segment_0, segment_1 = _owners(segment_T, tile_m, T, BM)
     segment = segments + segment_0 * 4

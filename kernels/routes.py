@@ -3,6 +3,7 @@
 The choice for a shape is measured once on the GPU at hand, and kept in the user's cache folder under that GPU's name.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -85,7 +86,7 @@ def _shared_bytes(device: int) -> int:
 
 
 def thin(x: Tensor) -> ThinTiles:
-    """The fastest that fit on this GPU, as `benchmarks/tiles.py` finds them."""
+    """The fastest that fit on this GPU; `benchmarks/tiles.py` finds them."""
     if is_roomy(x):
         return ThinTiles(
             Thin(64, 64, 4, 3, 128), Thin(64, 256, 8, 3), Thin(64, 64, 4, 3, 128), Thin(64, 128, 4, 1, 168)
@@ -137,7 +138,7 @@ def _measure(y: Tensor, tiled: Callable[[Tile], None], library: Callable[[], Non
             way()
             if torch.linalg.vector_norm(y - right) <= 2e-2 * torch.linalg.vector_norm(right):
                 ways[name] = way
-        except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
+        except (RuntimeError, triton.errors.TritonError) as error:
             log.info("a product of %s tiles does not run on this GPU: %s", name, error)
     times = _medians_ms(ways)
     return min(times, key=lambda name: times[name])
@@ -161,8 +162,11 @@ def _medians_ms(ways: Mapping[str, Callable[[], None]]) -> dict[str, float]:
 
 
 def _file(gpu: str) -> Path:
+    """What was measured with other kernels is not read again."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tlora" / "products"
-    return folder / f"{gpu.replace(' ', '-')}_torch-{torch.__version__}_triton-{triton.__version__}.json"
+    code = b"".join(Path(__file__).with_name(name).read_bytes() for name in ("product.py", "routes.py"))
+    made_by = f"torch-{torch.__version__}_triton-{triton.__version__}_{hashlib.sha256(code).hexdigest()[:8]}"
+    return folder / f"{gpu.replace(' ', '-')}_{made_by}.json"
 
 
 @cache

@@ -64,7 +64,8 @@ class RowTable:
     longest: int
     """No block is longer; a power of two, so that it is one of few values."""
     per_sequence: bool
-    """Deterministic mode: every product runs block by block, so its bits do not depend on what else is packed."""
+    """Deterministic mode: no product's bits depend on what else is packed. Mixed linears have one tile shape; what has
+    no kernel of its own runs block by block."""
     training: bool
     """Dropout is drawn only while training."""
     tables: Tables
@@ -141,6 +142,8 @@ class Adapters:
         self.sites[module][slot] = site
         self.is_empty = False
         vectors = (site.a_RK, site.b_NR, site.grad_a_RK, site.grad_b_NR)
+        assert all(not vector.data_ptr() % 16 for vector in vectors)  # where kernels read them
+        assert all(vector.is_contiguous() for vector in (site.a_RK, site.b_NR.T, site.grad_a_RK, site.grad_b_NR.T))
         bits = (_float_bits(site.scale / (1.0 - site.dropout)), _float_bits(site.scale), int(site.dropout * 2**32))
         key = (site.seed & 0xFFFFFFFF, site.seed >> 32, site.module, 0)
         row = [*(vector.data_ptr() for vector in vectors), site.a_RK.shape[0], *bits, *key]

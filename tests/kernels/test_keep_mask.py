@@ -127,9 +127,13 @@ def test_kernels_draw_the_same_mask(
     sites = []
     for index, other in enumerate(KEYS):
         b = eye.clone() if index == module else torch.zeros_like(eye)
-        grads = (torch.zeros(SIZE, SIZE, device=DEVICE) for _ in "AB")
+        grad_a, grad_b = torch.zeros(2, SIZE, SIZE, device=DEVICE)
         sites.append(
-            {3: Site(torch.ones_like(eye), b.T, *grads, 1.0, other["dropout"], other["seed"], other["module"])}
+            {
+                3: Site(
+                    torch.ones_like(eye), b.T, grad_a, grad_b.T, 1.0, other["dropout"], other["seed"], other["module"]
+                )
+            }
         )
     sequence = TokenSequence(np.zeros(SIZE, np.int32), np.zeros(SIZE, bool))
     batch = pack([Item(3, key["step"], 0, 2**31 - 1 - SIZE, 1.0, sequence)], device=DEVICE)
@@ -145,3 +149,22 @@ def test_kernels_draw_the_same_mask(
     sites[module][3].a_RK.copy_(eye)
     y = lora_linear(x, weight, None, batch.rows, adapters)
     assert torch.equal(y.split(SIZE, 1)[module] != 0, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["library", "tiled"])
+def test_the_mask_of_a_lone_linear_is_drawn_in_its_product(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """dX of one linear, in tiles that its job fills and in the last, which it does not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr(routes, "is_fused", lambda tensor: True)
+    key, eye = KEYS[0], torch.eye(SIZE, dtype=dtype, device=DEVICE)
+    grad_a, grad_b = torch.zeros(2, SIZE, SIZE, device=DEVICE)
+    site = Site(torch.ones_like(eye), eye.clone().T, grad_a, grad_b.T, 1.0, key["dropout"], key["seed"], key["module"])
+    sequence = TokenSequence(np.zeros(SIZE, np.int32), np.zeros(SIZE, bool))
+    batch = pack([Item(3, key["step"], 0, 2**31 - 1 - SIZE, 1.0, sequence)], device=DEVICE)
+    x = torch.ones_like(eye).requires_grad_()
+    adapters = adapters_of({3: site}, widths=(SIZE,))
+    lora_linear(x, torch.zeros_like(eye), None, batch.rows, adapters).backward(eye)
+    assert torch.equal(x.grad != 0, keep_mask(batch.rows.tables.counters_T, SIZE, **key))

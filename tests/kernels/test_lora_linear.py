@@ -16,7 +16,14 @@ from tlora.packing import Batch, pack
 # NaN is among the inputs, and the interpreter's NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 K = 48
-LINEARS = {"odd": (36,), "one": (40,), "three": (40, 24, 72), "odd three": (5, 36, 11), "odd, even sum": (5, 36, 7)}
+LINEARS = {
+    "whole tiles": (256, 40),
+    "odd": (36,),
+    "one": (40,),
+    "three": (40, 24, 72),
+    "odd three": (5, 36, 11),
+    "odd, even sum": (5, 36, 7),
+}
 """Outputs of the linears that read one input. Bulk copies take sums that are multiples of 8."""
 FEW = {**JOBS, 4: replace(JOBS[4], lengths=(90,))}
 """As awkward as `JOBS`, in fewer rows."""
@@ -176,7 +183,7 @@ def test_equals_one_module_a_job_per_sequence(dtype: torch.dtype, linears: str, 
 
 @fused
 @pytest.mark.parametrize("jobs", [FEW, WHOLE], ids=["shared tiles", "tiles of one job"])
-@pytest.mark.parametrize("linears", ["odd, even sum", "one"])
+@pytest.mark.parametrize("linears", ["odd, even sum", "one", "whole tiles"])
 @pytest.mark.parametrize("way", [*routes._TILES, "library"])
 def test_every_way_of_a_product(monkeypatch: pytest.MonkeyPatch, way: str, linears: str, jobs: dict[int, Job]) -> None:
     def run(key: str, y: torch.Tensor, tiled: Callable, library: Callable, **options: bool) -> None:
@@ -185,6 +192,29 @@ def test_every_way_of_a_product(monkeypatch: pytest.MonkeyPatch, way: str, linea
     monkeypatch.setattr(routes, "run_fastest", run)
     case = few(torch.float16, linears, jobs)
     compare(ours(case), oracle(case), torch.float16)
+
+
+@fused
+def test_each_shape_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    run = routes.run_fastest
+    monkeypatch.setattr(
+        routes, "run_fastest", lambda key, *args, **options: (keys.append(key), run(key, *args, **options))
+    )
+    for inputs, widths in ((16, (24,)), (24, (24,)), (24, (16, 8))):
+        ours(case_of(batch_of(FEWEST), FEWEST, widths, torch.float16, inputs=inputs))
+    assert len(set(keys)) == len(keys) == 6
+
+
+@fused
+def test_no_worse_than_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice torch's own error at most, tensor by tensor."""
+    case = few(dtype, "three")
+    want, out = oracle(case), ours(case)
+    monkeypatch.setattr(routes, "is_fused", lambda tensor: False)
+    twin = ours(few(dtype, "three"))
+    worse = {name: (error(out[name], want[name]), error(twin[name], want[name])) for name in want}
+    assert not {name: pair for name, pair in worse.items() if pair[0] > max(2 * pair[1], 1e-6)}
 
 
 @pytest.mark.parametrize(("inputs", "widths"), [(2056, (44,)), (24, (2100, 44))], ids=["x", "y"])

@@ -1,5 +1,6 @@
 """The way that an op goes: measured once for a shape, never one that fails or is wrong, kept where it can be."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,7 +93,12 @@ def test_each_shape_has_its_own_choice(ways: Ways) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("no such instruction"), routes.triton.runtime.errors.OutOfResources(300, 228, "shared")]
+    "error",
+    [
+        RuntimeError("no such instruction"),
+        routes.triton.runtime.errors.OutOfResources(300, 228, "shared"),
+        routes.triton.runtime.errors.PTXASError("ptxas stopped"),
+    ],
 )
 def test_a_way_that_raises_is_never_chosen(ways: Ways, error: Exception) -> None:
     ways.times_ms |= {"128x256": 1.0, "128x128": 2.0}
@@ -153,6 +159,13 @@ def test_choices_are_kept_and_read_again(ways: Ways, tmp_path: Path) -> None:
     start_again(ways)
     assert ways.run("a") == ["128x128"]
     assert ways.run("b") == ["64x128"]
+
+
+def test_choices_of_other_kernels_are_not_read(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways.run()
+    monkeypatch.setattr(routes.hashlib, "sha256", lambda code, real=hashlib.sha256: real(code + b"# mended"))
+    start_again(ways)
+    assert len(ways.run()) > 1
 
 
 def test_another_gpu_has_its_own_choices(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
