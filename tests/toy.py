@@ -1,5 +1,6 @@
 """A model of two layers, random data and one loop that trains: what the tests share."""
 
+import json
 import os
 from copy import deepcopy
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from tlora.data import JobData, TokenSequence
@@ -133,3 +135,31 @@ def off(a: torch.Tensor, b: torch.Tensor) -> float:
     """Relative distance of two vectors, on whichever devices."""
     a, b = a.cpu(), b.cpu()
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def write_base(folder: Path) -> None:
+    """A base and rows that jobs can name, as users have them."""
+    tokenizer = byte_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(vocab_size=len(tokenizer), max_position_embeddings=512))
+    for saved in (model, tokenizer):
+        saved.save_pretrained(folder / "base")
+    rows = "".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(12))
+    (folder / "rows.jsonl").write_text(rows)
+
+
+def named_job(folder: Path, name: str, **changes: object) -> JobSpec:
+    """On the base and the rows of `write_base`."""
+    return parse_job(
+        {
+            "name": name,
+            "base": {"model": str(folder / "base")},
+            "data": {"path": str(folder / "rows.jsonl"), "eval_fraction": 0.2},
+            "adapter": {"rank": 4, "targets": "all-linear", "dropout": 0.1},
+            "optim": {"lr": 1e-3},
+            "steps": 4,
+            "save_every": 1,
+            "output": str(folder / name),
+            **changes,
+        }
+    )

@@ -141,6 +141,190 @@ def export(
         typer.echo(f"written to {output}")
 
 
+Names = Annotated[list[str], typer.Argument(help="Names of jobs.", show_default=False)]
+
+
+@app.command()
+def up(
+    cluster: Annotated[Path | None, typer.Argument(help="Cluster settings in YAML.", show_default=False)] = None,
+    overrides: Set = [],  # noqa: B006
+) -> None:
+    """Start the scheduler, or find it, on the cluster of RAY_ADDRESS; without one, on this machine."""
+    from tlora import local_cluster
+    from tlora.cluster import load_cluster
+
+    spec = load_cluster(cluster, overrides)
+    with _quiet():
+        if "RAY_ADDRESS" not in os.environ:
+            local_cluster.start()
+        import ray
+
+        from tlora.actors.scheduler import connect
+
+        ray.init(address=local_cluster.address(), namespace="tlora", log_to_driver=False, logging_level=logging.ERROR)
+        connect(spec)
+        typer.echo(f"the scheduler is up at {local_cluster.address()}; `tlora submit jobs/*.yaml` sends jobs.")
+
+
+@app.command()
+def submit(
+    jobs: Jobs,
+    overrides: Set = [],  # noqa: B006
+    wait: Annotated[bool, typer.Option("--wait", help="Stay until they have ended.")] = False,
+    attached: Annotated[bool, typer.Option("--attached", help="Cancel them if this command is stopped.")] = False,
+) -> None:
+    """Send jobs to the cluster, checked first. They run on when this command is gone."""
+    specs = _load(jobs, overrides)
+    with _quiet():
+        from tlora.client import Client
+        from tlora.console import LiveRows, Screen
+        from tlora.local import prepare
+
+        console = Screen()
+        console.print(f"checking {len(specs)} job(s) …", highlight=False)
+        prepare(specs)
+        client = Client()
+        specs = [spec.model_copy(update={"output": str(spec.folder.absolute())}) for spec in specs]
+        new = client.submit(specs)
+        names = [spec.name for spec in specs]
+        console.print(f"{len(new)} new job(s), {len(names) - len(new)} known already", highlight=False)
+        if not (wait or attached):
+            return
+        with _stop_on_signal() as stopped, LiveRows(console) as table:
+
+            def watch(rows: "list[dict[str, object]]") -> None:
+                table.show(rows)
+                if stopped:
+                    raise KeyboardInterrupt
+
+            try:
+                rows = client.wait(names, watch)
+            except KeyboardInterrupt:
+                if attached:
+                    client.cancel(names, keep=True)
+                raise
+    raise typer.Exit(0 if all(row["state"] == "finished" for row in rows) else 1)
+
+
+@app.command()
+def status(
+    names: Annotated[list[str] | None, typer.Argument(help="Names of jobs; all if none.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
+) -> None:
+    """Show the cluster's jobs."""
+    with _quiet():
+        import json
+
+        from tlora.client import Client
+        from tlora.console import Screen, rows_table
+
+        rows = Client().status(names or None)
+        if as_json:
+            typer.echo(json.dumps(rows, indent=1))
+        else:
+            Screen().print(rows_table(rows))
+
+
+@app.command()
+def top() -> None:
+    """Show the cluster's jobs as they change, until Ctrl-C."""
+    with _quiet():
+        import time
+
+        from tlora.client import Client
+        from tlora.console import LiveRows, Screen
+
+        client = Client()
+        with _stop_on_signal() as stopped, LiveRows(Screen()) as table:
+            while not stopped:
+                table.show(client.status())
+                time.sleep(0.5)
+
+
+@app.command()
+def logs(
+    name: Annotated[str, typer.Argument(help="Name of a job.", show_default=False)],
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended.")] = False,
+) -> None:
+    """Show what happened to a job."""
+    with _quiet():
+        import time
+        from datetime import datetime
+
+        from tlora.client import Client
+        from tlora.job import State
+
+        client, after = Client(), 0
+        client.status([name])
+        while True:
+            events = client.events(after, name)
+            for event in events:
+                when = datetime.fromtimestamp(event["time_s"]).isoformat(" ", "seconds")
+                typer.echo(f"{when} {name} {event['state']} {event['reason']}".rstrip())
+                after = event["number"]
+            if not follow or (not events and State(client.status([name])[0]["state"]).is_terminal):
+                return
+            time.sleep(0.5)
+
+
+@app.command()
+def pause(names: Names) -> None:
+    """Save jobs and take them off their workers."""
+    with _quiet():
+        from tlora.client import Client
+
+        Client().pause(names)
+
+
+@app.command()
+def resume(names: Names) -> None:
+    """Let paused jobs go on."""
+    with _quiet():
+        from tlora.client import Client
+
+        Client().resume(names)
+
+
+@app.command()
+def cancel(
+    names: Names,
+    keep: Annotated[bool, typer.Option("--keep", help="Save their exact state first.")] = False,
+) -> None:
+    """End jobs."""
+    with _quiet():
+        from tlora.client import Client
+
+        Client().cancel(names, keep=keep)
+
+
+@app.command()
+def fork(
+    name: Annotated[str, typer.Argument(help="Name of a job.", show_default=False)],
+    new: Annotated[str, typer.Argument(help="Name of the new one.", show_default=False)],
+    overrides: Set = [],  # noqa: B006
+) -> None:
+    """Submit a job like another, with changes, from its newest adapter."""
+    with _quiet():
+        import yaml
+
+        from tlora.client import Client
+
+        changes = dict(text.split("=", 1) for text in overrides if "=" in text)
+        Client().fork(name, new, {key: yaml.safe_load(value) for key, value in changes.items()})
+
+
+@app.command()
+def down() -> None:
+    """End the scheduler and its groups, every job saved; and the local cluster, if `tlora up` started one."""
+    with _quiet():
+        from tlora import local_cluster
+        from tlora.client import Client
+
+        Client().down()
+        if "RAY_ADDRESS" not in os.environ:
+            local_cluster.stop()
+
+
 def _load(paths: list[Path], overrides: list[str]) -> "list[JobSpec]":  # type: ignore[name-defined]  # noqa: F821
     from tlora.spec import load_job, refuse_clashes
 

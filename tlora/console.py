@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -189,3 +190,41 @@ def print_preview(console: Console, sequences: Sequence[TokenSequence], tokenize
             start = end
         console.print(text, soft_wrap=True)
         console.print()
+
+
+class LiveRows:
+    """The cluster's jobs as they change: a table in a terminal, a line for each change of state elsewhere."""
+
+    def __init__(self, console: Console):
+        self._console, self._seen = console, dict[str, str]()
+        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+
+    def __enter__(self) -> "LiveRows":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._live is not None:
+            self._live.update(rows_table(rows))
+        for row in rows:
+            if self._seen.get(row["name"]) != row["state"]:
+                self._seen[row["name"]] = row["state"]
+                if self._live is None:
+                    text = f"{row['name']}: {row['state']} {row['reason']}".rstrip()
+                    self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def rows_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Jobs of a cluster, as the scheduler describes them."""
+    table = Table("job", "state", "step", "loss", "eval loss", "tokens/s", "worker", "why", box=None, pad_edge=False)
+    for row in rows:
+        loss, evaluated = ("" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "eval_loss"))
+        steps = f"{row['step']}/{row['num_steps']}" if row["num_steps"] else ""
+        rate = f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else ""
+        table.add_row(row["name"], row["state"], steps, loss, evaluated, rate, row["worker"], escape(row["reason"]))
+    return table

@@ -35,3 +35,7 @@ class JobError(TloraError, RuntimeError):
 
 class StateError(TloraError, RuntimeError):
     """A transition that a job's present state does not allow."""
+
+
+class ClusterError(TloraError, RuntimeError):
+    """The cluster, or its scheduler, cannot be reached or is another's."""

@@ -24,8 +24,10 @@ class State(StrEnum):
 
 
 _LEGAL: dict[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.ATTACHING, State.CANCELLED, State.FAILED}),
-    State.ATTACHING: frozenset({State.RUNNING, State.QUEUED, State.CANCELLED, State.FAILED}),
+    State.QUEUED: frozenset({State.ATTACHING, State.PAUSED, State.CANCELLED, State.FAILED}),
+    State.ATTACHING: frozenset(
+        {State.RUNNING, State.QUEUED, State.PAUSED, State.FINISHED, State.CANCELLED, State.FAILED}
+    ),
     State.RUNNING: frozenset({State.PAUSED, State.QUEUED, State.FINISHED, State.CANCELLED, State.FAILED}),
     State.PAUSED: frozenset({State.QUEUED, State.ATTACHING, State.CANCELLED, State.FAILED}),
     State.FINISHED: frozenset(),

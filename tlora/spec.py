@@ -61,7 +61,7 @@ PathText = Annotated[str, Field(min_length=1), AfterValidator(_path)]
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_regex)]
 
 
-class _Spec(BaseModel):
+class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
@@ -71,7 +71,7 @@ class _Spec(BaseModel):
         return {} if values is None else values
 
 
-class BaseSpec(_Spec):
+class BaseSpec(Spec):
     """The frozen base. Jobs that agree on every field share one super-model."""
 
     model: PathText
@@ -82,7 +82,7 @@ class BaseSpec(_Spec):
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
 
 
-class DataSpec(_Spec):
+class DataSpec(Spec):
     """Where a job's sequences come from and which of their tokens are targets."""
 
     path: PathText
@@ -120,7 +120,7 @@ class DataSpec(_Spec):
         return bool(self.eval_path or self.eval_split or self.eval_fraction)
 
 
-class AdapterSpec(_Spec):
+class AdapterSpec(Spec):
     """A LoRA adapter, with the meaning that PEFT's `LoraConfig` gives these words."""
 
     rank: Rank = 8
@@ -139,7 +139,7 @@ class AdapterSpec(_Spec):
     """Folder of a PEFT adapter to start from."""
 
 
-class OptimSpec(_Spec):
+class OptimSpec(Spec):
     """AdamW with float32 states, and clipping by the job's own gradient norm."""
 
     lr: NotNegative = 5e-5
@@ -153,7 +153,7 @@ class OptimSpec(_Spec):
     """Learning rate of B over that of A (LoRA+, arXiv 2402.12354)."""
 
 
-class ScheduleSpec(_Spec):
+class ScheduleSpec(Spec):
     """Learning rate over a job's steps, as `transformers.get_scheduler` has it."""
 
     name: Literal["constant", "linear", "cosine"] = "linear"
@@ -162,7 +162,7 @@ class ScheduleSpec(_Spec):
     """Warm-up as a share of all steps, rounded up; used when `warmup_steps` is 0."""
 
 
-class TrackingSpec(_Spec):
+class TrackingSpec(Spec):
     """One Weights & Biases run per adapter. `metrics.jsonl` is written whatever is set here."""
 
     wandb: Literal["disabled", "offline", "online"] = "disabled"
@@ -172,7 +172,7 @@ class TrackingSpec(_Spec):
     tags: tuple[str, ...] = ()
 
 
-class JobSpec(_Spec):
+class JobSpec(Spec):
     """One adapter to train."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -255,6 +255,19 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     Raises SpecError, one line per fault, each with the file, the dotted path, what was got and what is wanted.
     """
     path = Path(path)
+    values = read_yaml(path, overrides, "a mapping with at least 'base' and 'data'")
+    values.setdefault("name", path.stem)
+    spec = parse_job(values, where=str(path))
+    if spec.eval_every and not spec.data.has_evaluation:
+        raise SpecError(
+            f"{path}: eval_every = {spec.eval_every}: the job names no evaluation rows. Set data.eval_fraction, "
+            "data.eval_split or data.eval_path, or remove eval_every."
+        )
+    return spec
+
+
+def read_yaml(path: Path, overrides: Sequence[str], want: str) -> dict[str, Any]:
+    """A file's mapping, with overrides. Raises SpecError."""
     if path.is_dir():
         raise SpecError(f"{path}: is a folder; want a job file, as in {path}/*.yaml.")
     try:
@@ -267,17 +280,10 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
         raise SpecError(f"{path}: is no YAML: {error}.") from None
     if not isinstance(values, dict):
         got = "nothing" if values is None else _show(values)
-        raise SpecError(f"{path}: got {got}; want a mapping with at least 'base' and 'data'.")
-    for override in overrides:
-        _override(values, override)
-    values.setdefault("name", path.stem)
-    spec = parse_job(values, where=str(path))
-    if spec.eval_every and not spec.data.has_evaluation:
-        raise SpecError(
-            f"{path}: eval_every = {spec.eval_every}: the job names no evaluation rows. Set data.eval_fraction, "
-            "data.eval_split or data.eval_path, or remove eval_every."
-        )
-    return spec
+        raise SpecError(f"{path}: got {got}; want {want}.")
+    for text in overrides:
+        override(values, text)
+    return values
 
 
 def parse_job(values: Mapping[str, Any], where: str = "job") -> JobSpec:
@@ -342,7 +348,7 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _override(values: dict[str, Any], text: str) -> None:
+def override(values: dict[str, Any], text: str) -> None:
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
         raise SpecError(f"--set {text}: want key=value, such as optim.lr=1e-4.")

@@ -153,9 +153,27 @@ class Trainer:
                 self._step(through)
             else:
                 self._finish_evaluation(through)
-        ended, self._ended = tuple(self._ended), []
         tokens = sum(len(item.sequence) for item in dealt)
-        return Tick(phase, tokens, time.perf_counter() - began_s, ended)
+        return Tick(phase, tokens, time.perf_counter() - began_s, self.take_ended())
+
+    def take_ended(self) -> tuple[ResidentJob, ...]:
+        """Jobs that have left since this was last asked: in a tick, or as they came, if nothing was left to be done."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
+
+    def save(self, name: str) -> None:
+        """Save a settled resident's exact state, between ticks and beside its own cadence."""
+        job = self.jobs[name]
+        assert job.is_settled
+        self._guard(job, partial(self._save, job))
+
+    def replay(self) -> None:
+        """After a tick that was broken off: every step in flight begins anew, as if nothing of it had been sent. Raises
+        StateError if one was broken off amid its update, which only a saved state can mend."""
+        for job in self.jobs.values():
+            if not job.is_settled:
+                raise StateError(f"job {job.name}: its optimizer step was broken off; want it resumed from its save.")
+            job.begin(job.phase, time.perf_counter())
 
     def _deal(self) -> tuple[Phase, list[Item]]:
         """Training and evaluation take turns where both wait; a tick is of one kind."""

@@ -195,18 +195,6 @@ def test_every_way_of_a_product(monkeypatch: pytest.MonkeyPatch, way: str, linea
 
 
 @fused
-def test_each_shape_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = []
-    run = routes.run_fastest
-    monkeypatch.setattr(
-        routes, "run_fastest", lambda key, *args, **options: (keys.append(key), run(key, *args, **options))
-    )
-    for inputs, widths in ((16, (24,)), (24, (24,)), (24, (16, 8))):
-        ours(case_of(batch_of(FEWEST), FEWEST, widths, torch.float16, inputs=inputs))
-    assert len(set(keys)) == len(keys) == 6
-
-
-@fused
 def test_no_worse_than_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice torch's own error at most, tensor by tensor."""
     case = few(dtype, "three")

@@ -113,3 +113,21 @@ def test_backward_is_a_sound_operator(arguments) -> None:
         (torch.ones_like(y), x, low.detach(), weight, *tables, columns, training, pinned),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_each_shape_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two linears of one width, with other inputs: forward and backward, four choices."""
+    keys: list[str] = []
+    run = routes.run_fastest
+
+    def note(key: str, *args: object, **options: bool) -> None:
+        keys.append(key)
+        run(key, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(routes, "run_fastest", note)
+    rows, width = batch_of(jobs(5, 9)).rows, 16
+    for inputs in (24, 40):
+        x, weight = torch.randn(rows.num_rows, inputs, device=DEVICE), torch.randn(width, inputs, device=DEVICE)
+        sites = sites_of(jobs(1, 1), inputs, width, torch.float32, module=1234)
+        op.lora_linear(x.requires_grad_(), weight, None, rows, adapters_of(sites, widths=(width,))).sum().backward()
+    assert len(set(keys)) == len(keys) == 4

@@ -1,48 +1,24 @@
 """Several jobs on one machine: what fails is named, what can go on does, and nothing asks the network."""
 
-import json
 import shutil
 import socket
 from pathlib import Path
 
 import pytest
-import torch
 import toy
 from safetensors.torch import load_file, save_file
-from toy_tokenizers import CHATML, byte_tokenizer
-from transformers import AutoModelForCausalLM
 
 from tlora.checkpoint import STATE, load_state
 from tlora.errors import ModelError, SpecError
 from tlora.local import RunOptions, prepare, train
-from tlora.spec import JobSpec, parse_job
+from tlora.spec import JobSpec
 from tlora.supermodel import SuperModel
 
 
 @pytest.fixture
 def specs(tmp_path: Path) -> list[JobSpec]:
-    tokenizer = byte_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(toy.config(vocab_size=len(tokenizer), max_position_embeddings=512))
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path / "base")
-    rows = "".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(12))
-    (tmp_path / "rows.jsonl").write_text(rows)
-    return [
-        parse_job(
-            {
-                "name": name,
-                "base": {"model": str(tmp_path / "base")},
-                "data": {"path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0.2},
-                "adapter": {"rank": 4, "targets": "all-linear"},
-                "optim": {"lr": 1e-3},
-                "steps": 4,
-                "save_every": 1,
-                "output": str(tmp_path / name),
-            }
-        )
-        for name in ("first", "second", "third")
-    ]
+    toy.write_base(tmp_path)
+    return [toy.named_job(tmp_path, name) for name in ("first", "second", "third")]
 
 
 def test_a_damaged_state_fails_one_job_and_the_others_finish(specs: list[JobSpec]) -> None:

@@ -12,6 +12,7 @@ LEGAL = {
     (State.QUEUED, State.ATTACHING), (State.ATTACHING, State.RUNNING), (State.ATTACHING, State.QUEUED),
     (State.RUNNING, State.PAUSED), (State.RUNNING, State.QUEUED), (State.RUNNING, State.FINISHED),
     (State.PAUSED, State.QUEUED), (State.PAUSED, State.ATTACHING),
+    (State.QUEUED, State.PAUSED), (State.ATTACHING, State.PAUSED), (State.ATTACHING, State.FINISHED),
     *itertools.product(set(State) - ENDS, {State.CANCELLED, State.FAILED}),
 }  # fmt: skip
 

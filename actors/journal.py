@@ -1,0 +1,323 @@
+"""The scheduler's journal: every job as it last was, and every change as an event. No Ray, no torch.
+
+All of it is in a database on the head's own disk. What must survive the loss of the head (new jobs, ends, pauses,
+changed specs) is also in a storage folder that other machines reach: one small object a batch, never written again.
+One process has it open, any of its threads may call; when a job changes is for the roster to say.
+"""
+
+import json
+import logging
+import os
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from pyarrow.fs import FileSelector, FileSystem, LocalFileSystem
+
+from tlora.errors import CheckpointError, StateError
+from tlora.files import atomic_path
+from tlora.job import JobRecord, State
+
+log = logging.getLogger("tlora")
+_OBJECT = re.compile(r"\d{16}-[0-9a-f]{16}\.json")
+_OBJECT_STORES = ("s3", "gcs", "abfs")
+"""They show an object only once it is whole, and cannot rename one."""
+_HEAD = 1 << 32
+"""Numbers that one head may give out. The next one's begin at the next multiple, and it stores an object that takes
+them: so they are above any that were lost unseen, and above those of a former head that is only cut off."""
+_SCHEMA = """
+CREATE TABLE home (storage TEXT NOT NULL);
+CREATE TABLE jobs (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry TEXT NOT NULL);
+CREATE TABLE events (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, event TEXT NOT NULL);
+CREATE INDEX events_of_job ON events (name, number);
+CREATE TABLE outbox (seq INTEGER PRIMARY KEY AUTOINCREMENT, batch TEXT NOT NULL);
+PRAGMA user_version = 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A job as it last was. `attempt` is raised at each placement: what is said of an earlier one is stale. `place` is
+    empty for nowhere. `wish`: what its worker is still to do."""
+
+    name: str
+    spec: dict[str, Any]
+    state: State = State.QUEUED
+    reason: str = ""
+    attempt: int = 0
+    place: str = ""
+    submitted_s: float = 0.0
+    changed_s: float = 0.0
+    wish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of a job; None: it stays. The same state again leaves the reason, too."""
+
+    name: str
+    state: State | None = None
+    reason: str | None = None
+    attempt: int | None = None
+    place: str | None = None
+    spec: dict[str, Any] | None = None
+    wish: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A job as one change left it. Numbers grow, with gaps, and go on growing under the next head."""
+
+    number: int
+    name: str
+    state: State
+    reason: str
+    place: str
+    time_s: float
+
+
+class Journal:
+    """Opens the database at `path`, or makes it from what a former head stored. Raises OSError if that cannot be read,
+    StateError if the database belongs to another storage, CheckpointError if it is damaged."""
+
+    def __init__(self, path: Path, storage: str):
+        self._path, self._lock, self._is_away = path.absolute(), RLock(), False
+        self._storage = storage if "://" in storage else os.path.abspath(os.path.expanduser(storage))
+        self._name = re.sub("://[^/]*@", "://", self._storage)  # without credentials
+        self._target: tuple[Any, str] | None = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
+        try:
+            self._open()
+        except BaseException as error:
+            self._db.close()
+            if type(error) is sqlite3.DatabaseError:  # its subclasses say locked, full or unreachable
+                text = f"{self._path}: {error}; want a journal. Move it away: one is made from {self._name}."
+                raise CheckpointError(text) from error
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def entries(self) -> list[Entry]:
+        """In order of submission."""
+        return [_entry(json.loads(text)) for (text,) in self._rows("SELECT entry FROM jobs ORDER BY number")]
+
+    def get(self, name: str) -> Entry | None:
+        rows = self._rows("SELECT entry FROM jobs WHERE name = ?", name)
+        return _entry(json.loads(rows[0][0])) if rows else None
+
+    def events(self, after: int, name: str | None = None, limit: int = 1000) -> list[Event]:
+        """The first `limit` events, of one job or of all, whose numbers are above `after`."""
+        of_job, names = ("", ()) if name is None else ("AND name = ?", (name,))
+        query = f"SELECT number, name, event FROM events WHERE number > ? {of_job} ORDER BY number LIMIT ?"
+        found = ((number, job, *json.loads(text)) for number, job, text in self._rows(query, after, *names, limit))
+        return [Event(number, job, State(state), *rest) for number, job, state, *rest in found]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something is not in the storage yet."""
+        return bool(self._rows("SELECT 1 FROM outbox LIMIT 1"))
+
+    def add(self, specs: Sequence[tuple[str, dict[str, Any]]], now_s: float) -> list[Entry]:
+        """Take in new jobs by name and spec, all or none; they are in the storage when this returns. Raises OSError if
+        it cannot be written, StateError if a name is taken.
+
+        An object whose writing failed may be there all the same. So its withdrawal is committed first, and dropped by
+        the commit that adds the jobs: whatever fails or is killed between, the storage's last word is the truth."""
+        entries = [Entry(name, _plain(spec), submitted_s=now_s, changed_s=now_s) for name, spec in specs]
+        names = {entry.name: entry for entry in entries}
+        if not entries:
+            return []
+        with self._lock:
+            if taken := [entry.name for entry in entries if names[entry.name] is not entry or self.get(entry.name)]:
+                raise StateError(f"job {taken[0]}: got this name a second time; want it once. Choose another name.")
+            with self._transaction():
+                query = "INSERT INTO outbox SELECT seq + 2, ? FROM sqlite_sequence WHERE name = 'outbox'"
+                withdrawal = self._db.execute(query, (_batch([], list(names)),)).lastrowid or 0
+            with self._transaction():
+                self._put(withdrawal - 1, _batch([(self._write(entry), entry) for entry in entries]))
+                self._rows("DELETE FROM outbox WHERE seq = ?", withdrawal)
+        return entries
+
+    def change(self, changes: Sequence[Change], now_s: float) -> list[Entry]:
+        """Change jobs in order, all or none; returns each as its change left it. Raises StateError if one is unknown or
+        a transition illegal. Ends, pauses and specs are stored before this returns, or else by a later `flush`: no
+        finished job becomes unfinished because a storage is away."""
+        entries, stored = [], []
+        with self._lock:
+            with self._transaction():
+                for change in changes:
+                    old = self.get(change.name)
+                    if old is None:
+                        raise StateError(f"job {change.name} is not in the journal; want one that was added.")
+                    new = _changed(old, change, now_s)
+                    entries.append(new)
+                    number = 0 if new == old else self._write(new)
+                    has_left = State.PAUSED in (old.state, new.state) or new.state.is_terminal
+                    if new.spec != old.spec or (has_left and new.state is not old.state):
+                        stored.append((number, new))
+                if stored:
+                    self._rows("INSERT INTO outbox(batch) VALUES (?)", _batch(stored))
+            if stored:
+                self.flush()
+        return entries
+
+    def flush(self) -> bool:
+        """Store what is not stored, in order; True when nothing is left. A storage that is away is logged, once."""
+        with self._lock:
+            for seq, batch in self._rows("SELECT seq, batch FROM outbox ORDER BY seq"):
+                try:
+                    self._put(seq, batch)
+                except OSError as error:
+                    log.log(logging.DEBUG if self._is_away else logging.WARNING, "%s It is tried again.", error)
+                    self._is_away = True
+                    return False
+                self._rows("DELETE FROM outbox WHERE seq = ?", seq)
+            self._is_away = False
+        return True
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._db:  # commits, or undoes it all
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+
+    def _rows(self, query: str, *values: Any) -> list[Any]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    def _write(self, entry: Entry, number: int | None = None) -> int:
+        """Returns the number of its event. One that is known already comes from an object that was stored twice."""
+        query = "INSERT INTO jobs(name, entry) VALUES (?, ?) ON CONFLICT(name) DO UPDATE SET entry = excluded.entry"
+        self._rows(query, entry.name, json.dumps(asdict(entry)))
+        event = json.dumps([entry.state, entry.reason, entry.place, entry.changed_s])
+        query = "INSERT OR IGNORE INTO events VALUES (?, ?, ?)"
+        return self._db.execute(query, (number, entry.name, event)).lastrowid or 0
+
+    def _open(self) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        with self._transaction():  # a head that is killed while it makes the database leaves none
+            if self._rows("PRAGMA user_version") == [(0,)]:
+                self._make()
+            ((home,),) = self._rows("SELECT storage FROM home")
+        if home != self._name:
+            text = f"{self._path}: got storage {self._name}; want {home}, where the rest of it is."
+            raise StateError(f"{text} Name that one, or move the file away to begin with what the other holds.")
+        self.flush()
+
+    def _make(self) -> None:
+        last, histories = -1, dict[str, list[tuple[int, Entry]]]()
+        for name, content in self._objects():
+            last = max(last, int(name[:16]))
+            try:
+                batch = json.loads(content)
+                entries = [(int(row["event"]), _entry(row)) for row in batch["entries"]]
+                withdrawn = list(batch["withdrawn"])
+            except (ValueError, LookupError, TypeError) as error:
+                log.warning("%s: object %s is damaged and left out: %r", self._name, name, error)
+                continue
+            for former in withdrawn:
+                histories.pop(former, None)
+            for number, entry in entries:
+                histories.setdefault(entry.name, []).append((number, entry))
+        for statement in _SCHEMA.split(";"):
+            self._db.execute(statement)
+        start = (last // _HEAD + 1) * _HEAD
+        self._rows("INSERT INTO sqlite_sequence VALUES ('outbox', ?), ('events', ?)", start, start)
+        self._rows("INSERT INTO home VALUES (?)", self._name)
+        self._put(start, _batch([]))
+        for history in histories.values():
+            for number, entry in history:
+                self._write(entry, number)
+            if entry.state is State.PAUSED:
+                self._write(replace(entry, place=""), number)
+            elif not entry.state.is_terminal:
+                self._write(replace(entry, state=State.QUEUED, reason="", place="", changed_s=time.time()))
+
+    def _objects(self) -> list[tuple[str, bytes]]:
+        """What former heads stored, in order."""
+        with self._storage_errors("read"):
+            files, folder = self._reach()
+            if files.type_name not in _OBJECT_STORES:
+                files.create_dir(folder, recursive=True)
+            found = {info.base_name for info in files.get_file_info(FileSelector(folder, allow_not_found=True))}
+            whole = sorted(filter(_OBJECT.fullmatch, found))
+            for name in sorted(found.difference(whole)):
+                log.warning("%s: object %s is half-written or not a journal's, and left out.", self._name, name)
+            with ThreadPoolExecutor(16) as pool:
+                contents = pool.map(lambda name: files.open_input_stream(f"{folder}/{name}").read(), whole)
+                return list(zip(whole, contents, strict=True))
+
+    def _put(self, seq: int, batch: str) -> None:
+        """Write a new object, whole or not at all. Its folder is not made again: where a mount is away, that would be
+        on the head's own disk."""
+        with self._storage_errors("written"):
+            files, folder = self._reach()
+            path = f"{folder}/{seq:016d}-{secrets.token_hex(8)}.json"
+            if isinstance(files, LocalFileSystem):
+                with atomic_path(Path(path)) as temporary:
+                    temporary.write_text(batch)
+                return
+            first = path if files.type_name in _OBJECT_STORES else f"{path}.incomplete"
+            with files.open_output_stream(first) as stream:
+                stream.write(batch.encode())
+            if first != path:
+                files.move(first, path)
+
+    def _reach(self) -> tuple[Any, str]:
+        """The storage's file system, and the journal's folder in it. At first use: some ask the network for it."""
+        if self._target is None:
+            storage = self._storage
+            if storage.startswith(("gs://", "gcs://")) and "retry_limit_seconds" not in storage:  # else 15 minutes
+                storage += f"{'&' if '?' in storage else '?'}retry_limit_seconds=10"
+            files, folder = FileSystem.from_uri(storage)
+            self._target = files, f"{folder.rstrip('/')}/_tlora/journal"
+        return self._target
+
+    @contextmanager
+    def _storage_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # each storage's client has errors of its own
+            text = f"storage {self._name}: the journal's copy there cannot be {what}: {error}."
+            raise OSError(f"{text} See that it is there, and open to this machine.") from error
+
+
+def _plain(spec: dict[str, Any]) -> Any:
+    """A copy, as it will be read back."""
+    return json.loads(json.dumps(spec))
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    """What only a newer version knows is left out."""
+    known = {key: row[key] for key in Entry.__dataclass_fields__ if key in row}
+    return Entry(**known | {"state": State(row["state"])})
+
+
+def _changed(old: Entry, change: Change, now_s: float) -> Entry:
+    """Raises StateError if the transition is illegal. `old` if nothing differs: a change may come twice."""
+    told = {key: value for key, value in asdict(change).items() if value is not None and key != "state"}
+    new = replace(old, **told)
+    if change.state is not None:
+        record = JobRecord(old.name, old.state, old.reason)
+        record.to(change.state, new.reason)
+        new = replace(new, state=record.state, reason=record.reason)
+    new = replace(new, spec=_plain(new.spec))
+    return old if new == old else replace(new, changed_s=now_s)
+
+
+def _batch(entries: Sequence[tuple[int, Entry]], withdrawn: Sequence[str] = ()) -> str:
+    """An object: entries with the numbers of their events, or names of jobs that were not added after all."""
+    rows = [{"event": number, **asdict(entry)} for number, entry in entries]
+    return json.dumps({"entries": rows, "withdrawn": withdrawn})

@@ -1,0 +1,82 @@
+"""What the scheduler and the workers tell one another, in plain values.
+
+A worker says what it has (`Report`), and is told what it is to have (`Orders`). Neither is a command: what is lost is
+said again, and what is said twice changes nothing.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tlora.job import State
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """One job on one worker."""
+
+    attempt: int
+    state: State
+    reason: str = ""
+    step: int = 0
+    num_steps: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    loss: float | None = None
+    eval_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker has."""
+
+    worker: str
+    """Unlike any other process's, ever."""
+    group: str
+    rank: int
+    """Place in its group: a process of the same place takes it over from the one before."""
+    node: str
+    pid: int
+    base_loads: int = 0
+    """0: its base is not loaded yet."""
+    heard: int = 0
+    """Number of the newest orders that it has got: a scheduler that has lost its memory counts on from there."""
+    applied: int = 0
+    """Number of the newest orders of which nothing is left to be done."""
+    jobs: dict[str, JobReport] = field(default_factory=dict)
+    """Residents, and those that have ended here until the orders leave them out."""
+    ticks: int = 0
+    tick_s: float = 0.0
+    """Of the last tick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A job that a worker is to have. `attempt` tells one placement from the next."""
+
+    spec: dict[str, Any]
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """All that a worker is to have. Residents that are left out are saved and let go; those in `drop` are not saved."""
+
+    number: int
+    jobs: dict[str, Order] = field(default_factory=dict)
+    drop: frozenset[str] = frozenset()
+    stop: bool = False
+    """The worker's end, once it has let go of everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """What every worker of a group is given."""
+
+    group: str
+    base: dict[str, Any]
+    token_budget: int = 0
+    deterministic: bool = False
+    checkpointing: bool = False
+    save_every_s: float = 300.0
+    stuck_after_s: float = 1800.0
+    device: str | None = None

@@ -1,0 +1,267 @@
+"""All that tLoRA takes from Ray Train's insides: a run whose workers are replaced, added and let go one by one.
+
+Workers of a replicated base share no collective: each is a replica group of one, so Ray Train replaces one that fails
+and leaves the others alone. What it lacks is a change of size while the others go on: `_Workers` adds and lets go of
+single workers, each in a placement group of its own. The controller is a named, detached actor, so that the scheduler's
+death stops nothing. With `resize: restart` a new size is a new start, by Ray Train's own code.
+"""
+
+import copy
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray.train import BackendConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train.backend import Backend
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
+from ray.train.v2._internal.execution.controller.state import RunningState
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.state import _shutdown_workers
+from ray.train.v2._internal.execution.worker_group.worker_group import ReplicaGroup
+from ray.train.v2._internal.util import ObjectRefWrapper
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from tlora.actors.names import GROUP, NAMESPACE
+
+if not ray.__version__.startswith("2.60."):
+    raise ImportError(
+        f"tLoRA's trainer groups are made for Ray 2.60: got {ray.__version__}. Install ray[default,train]==2.60.*."
+    )
+
+_ENVIRONMENT = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
+    "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "0",
+}
+
+
+class _Alone(Backend):
+    """No process group: a worker that fails is replaced by itself."""
+
+    has_replica_groups = True
+
+
+class _AloneConfig(BackendConfig):
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _Alone
+
+
+class _Seats(PlacementGroupHandle):
+    """One placement group a worker, so that each is let go of by itself."""
+
+    def __init__(self, groups: list[PlacementGroup]):
+        self.groups = groups
+
+    @property
+    def placement_group(self) -> "_Seats":
+        return self
+
+    def ready(self) -> list[Any]:
+        return [group.ready() for group in self.groups]
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        return all(group.wait(timeout_seconds) for group in self.groups)
+
+    def shutdown(self) -> None:
+        for group in self.groups:
+            remove_placement_group(group)
+
+
+class _Workers(WorkerGroup):
+    """Of one group; a worker's bundle index is its place in `_Seats.groups`."""
+
+    def _create_placement_group(self, scaling_config: ScalingConfig, worker_group_context: Any) -> _Seats:
+        return _Seats(reserve(worker_group_context.num_workers, worker_group_context.resources_per_worker))
+
+    def _create_workers(
+        self,
+        num_workers: int,
+        placement_group: Any,
+        resources_per_worker: dict[str, float],
+        placement_group_bundle_indices: list[int] | None = None,
+        starting_world_rank: int = 0,
+        world_size: int | None = None,
+        replica_group_size: int | None = None,
+    ) -> list[Worker]:
+        """Side by side, each in its own placement group."""
+        seats = placement_group_bundle_indices or list(range(num_workers))
+
+        def create(number: int, seat: int) -> Worker:
+            (worker,) = super(_Workers, self)._create_workers(
+                1,
+                placement_group.groups[seat],
+                resources_per_worker,
+                [0],
+                starting_world_rank + number,
+                world_size or num_workers,
+                1,
+            )
+            worker.placement_group_bundle_index = seat
+            return worker
+
+        with ThreadPoolExecutor(max(1, num_workers)) as pool:
+            return list(pool.map(create, range(num_workers), seats))
+
+    def add(self, groups: list[PlacementGroup]) -> None:
+        """Start a worker in each of these placement groups, which are ready; the others go on meanwhile."""
+        state, context = self._worker_group_state, self._worker_group_context
+        seats = state.placement_group_handle.groups
+        first_rank = 1 + max(worker.distributed_context.world_rank for worker in state.workers)
+        indices = list(range(len(seats), len(seats) + len(groups)))
+        seats += groups
+        workers = self._create_workers(
+            len(groups), state.placement_group_handle, context.resources_per_worker, indices, first_rank
+        )
+        self._init_train_context(workers, state.sync_actor)
+        ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in workers])
+        self._replace([*state.workers, *workers])
+
+    def let_go(self, pids: set[tuple[str, int]]) -> None:
+        """End the workers of these nodes and process ids, and free what they held."""
+        state = self._worker_group_state
+        leaving = [worker for worker in state.workers if (worker.metadata.node_id, worker.metadata.pid) in pids]
+        _shutdown_workers(leaving)
+        for worker in leaving:
+            remove_placement_group(state.placement_group_handle.groups[worker.placement_group_bundle_index])
+        self._replace([worker for worker in state.workers if worker not in leaving])
+
+    def _replace(self, workers: list[Worker]) -> None:
+        self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=workers)
+        self._world_rank_to_ongoing_poll.clear()
+        resources = self._worker_group_context.resources_per_worker
+        self._replica_groups = [ReplicaGroup([worker], resources, self._replica_group_callbacks) for worker in workers]
+        self._worker_rank_to_replica_group_rank = {index: index for index in range(len(workers))}
+
+
+def reserve(count: int, resources: dict[str, float]) -> list[PlacementGroup]:
+    """A placement group for each of so many workers. One that is not ready is demand that an autoscaler sees."""
+    return [placement_group([resources], strategy="PACK") for _ in range(count)]
+
+
+@dataclasses.dataclass
+class _InPlace(ResizeDecision):
+    """A change of size that leaves the other workers alone."""
+
+
+class _Told(ScalingPolicy):
+    """As many workers as the scheduler says."""
+
+    def __init__(self, scaling_config: ScalingConfig, in_place: bool):
+        super().__init__(scaling_config)
+        self.size, self.in_place = scaling_config.num_workers, in_place
+        self.pending: list[PlacementGroup] = []
+        """Of workers that are to come."""
+        self.leaving: set[tuple[str, int]] = set()
+
+    @property
+    def resources(self) -> dict[str, float]:
+        return dict(self.scaling_config._resources_per_worker_not_none)
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return int(self.size)
+
+    def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
+        self._maybe_send_resource_request()
+        return ResizeDecision(self.size, self.resources)
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
+        self._maybe_send_resource_request()
+        if not self.in_place:
+            same = worker_group_state.num_workers == self.size
+            return NoopDecision() if same else ResizeDecision(self.size, self.resources)
+        missing = self.size - worker_group_state.num_workers + len(self.leaving) - len(self.pending)
+        self.pending += reserve(max(0, missing), self.resources)
+        if self.leaving or any(group.wait(0) for group in self.pending):
+            return _InPlace(self.size, self.resources)
+        return NoopDecision()
+
+
+class GroupController(TrainController):
+    """Ray Train's controller of one trainer group."""
+
+    worker_group_cls = _Workers
+
+    def __init__(self, **options: Any):
+        # Owned by this actor from now on: the scheduler's copy dies with it.
+        options["train_fn_ref"] = ObjectRefWrapper(options["train_fn_ref"].get())
+        super().__init__(**options)
+
+    def describe(self) -> dict[str, Any]:
+        """What a scheduler that has lost its memory must know."""
+        return {**self._train_run_context.train_loop_config, "size": self._scaling_policy.size}
+
+    def resize(self, size: int, leaving: list[tuple[str, int]]) -> None:
+        """So many workers; those of these nodes and process ids go, and are not replaced beyond that."""
+        self._scaling_policy.size = size
+        self._scaling_policy.leaving |= {(node, pid) for node, pid in leaving}
+
+    def _execute_resize_decision(self, decision: ResizeDecision) -> TrainControllerLoopIterationResult:
+        policy, workers = self._scaling_policy, self._worker_group
+        if isinstance(decision, _InPlace) and workers:
+            ready = [group for group in policy.pending if group.wait(0)]
+            policy.pending = [group for group in policy.pending if group not in ready]
+            leaving, policy.leaving = policy.leaving, set()
+            if leaving:
+                workers.let_go(leaving)
+            if ready:
+                workers.add(ready)
+            return TrainControllerLoopIterationResult(
+                run_attempt_id=self._get_run_attempt_id(), previous_state=self._state, next_state=RunningState()
+            )
+        if workers and policy.in_place:  # one that failed is replaced whatever size was asked for meanwhile
+            decision = dataclasses.replace(decision, num_workers=len(workers.get_workers()))
+        return super()._execute_resize_decision(decision)
+
+
+class GroupTrainer(DataParallelTrainer):
+    """Ray Train's run of one trainer group; `fit` only starts it."""
+
+    def __init__(self, function: Any, options: dict[str, Any], *, group: str, size: int, resources: dict[str, float],
+                 storage: str, environment: dict[str, str], in_place: bool):  # fmt: skip
+        super().__init__(
+            function,
+            train_loop_config=options,
+            backend_config=_AloneConfig(),
+            scaling_config=ScalingConfig(
+                num_workers=size, use_gpu=bool(resources.get("GPU")), resources_per_worker=resources
+            ),
+            run_config=RunConfig(
+                name=group,
+                storage_path=storage,
+                failure_config=FailureConfig(max_failures=-1, controller_failure_limit=-1),
+                worker_runtime_env={"env_vars": environment},
+            ),
+        )
+        self.group, self.in_place = group, in_place
+
+    def _initialize_and_run_controller(self, **options: Any) -> Result:
+        options["scaling_policy"] = _Told(self.scaling_config, self.in_place)
+        controller = (
+            ray.remote(GroupController)
+            .options(
+                num_cpus=0,
+                name=GROUP + self.group,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy="DEFAULT",
+                runtime_env={"env_vars": {**get_env_vars_to_propagate(), **_ENVIRONMENT}},
+            )
+            .remote(**options)
+        )
+        ray.get(controller.describe.remote())
+        controller.run.remote()
+        return Result(metrics=None, checkpoint=None, error=None, path="")
+
+
+def start(function: Any, options: dict[str, Any], **settings: Any) -> None:
+    """Start a group's run, and leave it to itself."""
+    GroupTrainer(function, copy.deepcopy(options), **settings).fit()

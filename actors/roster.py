@@ -1,0 +1,310 @@
+"""Who is where, and who is to be where: all jobs, workers and groups, and what follows from a report. No Ray, no torch.
+
+Owned by the scheduler actor, which feeds it calls, reports and the time, and carries out what its plans ask of groups.
+Every transition is in the journal before anyone acts on it.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlora import scheduling
+from tlora.actors.journal import Change, Entry, Journal
+from tlora.actors.messages import JobReport, Order, Orders, Report
+from tlora.cluster import ClusterSpec
+from tlora.errors import StateError
+from tlora.job import State
+from tlora.scheduling import ClusterState, Plan
+from tlora.spec import JobSpec, differences, parse_job
+
+log = logging.getLogger("tlora")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A worker, as it last said."""
+
+    report: Report
+    last_s: float
+    orders: Orders | None = None
+    """The newest that it was given by this scheduler."""
+    idle_since_s: float | None = None
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """A trainer group, as it was asked for."""
+
+    name: str
+    base: str
+    """Of the base's spec, in JSON."""
+    size: int
+    idle_since_s: float | None
+
+
+class Roster:
+    """The truth of one cluster."""
+
+    def __init__(self, spec: ClusterSpec, journal: Journal, now_s: float):
+        self.spec, self.journal = spec, journal
+        self.jobs: dict[str, Entry] = {entry.name: entry for entry in journal.entries()}
+        self.progress: dict[str, JobReport] = {}
+        self.waits: dict[str, str] = {}
+        """Why a job has no place."""
+        self.groups: dict[str, GroupRecord] = {}
+        self.workers: dict[str, _Seen] = {}
+        self._dismissed: set[str] = set()
+        """Workers that are to end: what they say does not count."""
+        self._began_s = now_s
+
+    # --- what users ask for
+
+    def submit(self, specs: Sequence[JobSpec], now_s: float) -> list[str]:
+        """Take jobs in, all or none; returns the names of those that are new. The same job again is the same job; other
+        content under its name raises StateError, which names the fields that differ."""
+        new, faults = [], []
+        for spec in specs:
+            if not self._is_ours(spec.folder):
+                faults.append(
+                    f"job {spec.name}: output {spec.output} lies outside of the cluster's storage, {self.spec.storage}."
+                )
+            known = self.jobs.get(spec.name)
+            if known is None:
+                new.append((spec.name, spec.model_dump(mode="json")))
+            elif changed := differences(parse_job(known.spec), spec):
+                faults.append(
+                    f"job {spec.name} was submitted with other content: {'; '.join(changed)}. Choose another name."
+                )
+        if faults:
+            raise StateError("\n".join(faults))
+        for entry in self.journal.add(new, now_s) if new else ():
+            self.jobs[entry.name] = entry
+        return [name for name, _ in new]
+
+    def _is_ours(self, folder: Path) -> bool:
+        """Whether a job may write there: below the storage, where that is a folder."""
+        if "://" in self.spec.storage:
+            return True
+        root, path = (Path(os.path.realpath(Path(text).expanduser())) for text in (self.spec.storage, folder))
+        return path != root and root in path.parents and root / "_tlora" not in (path, *path.parents)
+
+    def pause(self, names: Sequence[str], now_s: float) -> None:
+        """Save jobs and take them off their workers. Those that have ended raise StateError, and nothing is changed."""
+        self._wish(names, State.PAUSED, now_s, "paused by its user")
+
+    def cancel(self, names: Sequence[str], now_s: float, *, keep: bool = False) -> None:
+        """End jobs; with `keep`, their exact state is saved first. Cancelled ones stay so."""
+        open_ones = [name for name in names if self.entry(name).state is not State.CANCELLED]
+        self._wish(open_ones, State.CANCELLED, now_s, "cancelled by its user", keep=keep)
+
+    def resume(self, names: Sequence[str], now_s: float) -> None:
+        """Queue paused jobs again; one that was to be paused goes on. Others that have not ended stay as they are."""
+        changes = []
+        for name in names:
+            entry = self.entry(name)
+            if entry.state.is_terminal:
+                raise StateError(f"job {name} is {entry.state}: it cannot be resumed.")
+            if entry.state is State.PAUSED:
+                changes.append(Change(name, state=State.QUEUED, reason="", place="", wish=""))
+            elif entry.wish == State.PAUSED:
+                changes.append(Change(name, wish=""))
+        self._change(changes, now_s)
+
+    def _wish(self, names: Sequence[str], state: State, now_s: float, reason: str, *, keep: bool = True) -> None:
+        changes = []
+        for name in names:
+            entry = self.entry(name)
+            if entry.state.is_terminal:
+                raise StateError(f"job {name} is {entry.state}: it cannot become {state}.")
+            if entry.place:
+                changes.append(Change(name, wish=state.value if keep else "dropped", reason=reason))
+            elif entry.state is not state:
+                changes.append(Change(name, state=state, reason=reason))
+        self._change(changes, now_s)
+
+    def entry(self, name: str) -> Entry:
+        """What is known of a job. Raises StateError if nothing is."""
+        if name not in self.jobs:
+            raise StateError(f"job {name} is not known here. `tlora status` lists those that are.")
+        return self.jobs[name]
+
+    def _change(self, changes: Sequence[Change], now_s: float) -> None:
+        for entry in self.journal.change(changes, now_s) if changes else ():
+            self.jobs[entry.name] = entry
+
+    # --- what workers say
+
+    def exchange(self, report: Report, now_s: float) -> Orders:
+        """Take a worker's report; returns what it is to have."""
+        if report.worker in self._dismissed:
+            return Orders(1 + report.heard, stop=True)
+        for name, other in list(self.workers.items()):
+            replaced = (other.report.group, other.report.rank) == (report.group, report.rank)
+            if name != report.worker and replaced:
+                self._lose(name, "its worker was replaced", now_s)
+        seen = self.workers.setdefault(report.worker, _Seen(report, now_s))
+        seen.report, seen.last_s = report, now_s
+        self._take(report, now_s)
+        return self._orders(seen)
+
+    def _take(self, report: Report, now_s: float) -> None:
+        """What a report says of jobs, and what has been let go of."""
+        changes = []
+        seen = self.workers[report.worker]
+        for name, entry in self.jobs.items():
+            if entry.place != report.worker:
+                continue
+            told = report.jobs.get(name)
+            if told is not None and told.attempt == entry.attempt:
+                self.progress[name] = told
+                if told.state.is_terminal:
+                    changes.append(Change(name, state=told.state, reason=told.reason, place="", wish=""))
+                elif told.state is State.RUNNING and entry.state is State.ATTACHING:
+                    changes.append(Change(name, state=State.RUNNING))
+            elif entry.wish and seen.orders and name not in seen.orders.jobs and report.applied >= seen.orders.number:
+                changes.append(self._let_go(entry))
+        self._change(changes, now_s)
+
+    @staticmethod
+    def _let_go(entry: Entry) -> Change:
+        """A job that its worker no longer has, as was wished."""
+        state = {"paused": State.PAUSED, "moved": State.QUEUED}.get(entry.wish, State.CANCELLED)
+        return Change(entry.name, state=state, place="", wish="")
+
+    def _orders(self, seen: _Seen) -> Orders:
+        mine = [entry for entry in self.jobs.values() if entry.place == seen.report.worker]
+        jobs = {entry.name: Order(entry.spec, entry.attempt) for entry in mine if not entry.wish}
+        drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
+        group = self.groups.get(seen.report.group)
+        stop = group is not None and group.size == 0
+        before = seen.orders
+        if before is None or (jobs, drop, stop) != (before.jobs, before.drop, before.stop):
+            seen.orders = Orders(1 + max(seen.report.heard, before.number if before else 0), jobs, drop, stop)
+        assert seen.orders is not None
+        return seen.orders
+
+    def lose_silent(self, now_s: float) -> None:
+        """Workers that have said nothing for too long are lost; so are the places of those that never came back."""
+        for name, seen in list(self.workers.items()):
+            if now_s - seen.last_s > self.spec.lost_after_s:
+                self._lose(name, f"its worker said nothing for {self.spec.lost_after_s:g} s", now_s)
+        if now_s - self._began_s > self.spec.lost_after_s:
+            places = {entry.place for entry in self.jobs.values() if entry.place} - self.workers.keys()
+            for place in places:
+                self._lose(place, "its worker did not come back", now_s)
+
+    def _lose(self, worker: str, reason: str, now_s: float) -> None:
+        self.workers.pop(worker, None)
+        changes = []
+        for entry in self.jobs.values():
+            if entry.place == worker:
+                change = self._let_go(entry) if entry.wish else Change(entry.name, state=State.QUEUED, place="")
+                log.warning("job=%s %s: %s", entry.name, change.state, reason)
+                changes.append(change)
+        self._change(changes, now_s)
+
+    # --- what the plan says
+
+    def cluster_state(self, now_s: float, draining: Collection[str] = ()) -> ClusterState:
+        """What `schedule` decides by; `draining`: nodes that are about to go."""
+        busy = {base_key(entry.spec["base"]) for entry in self.jobs.values() if entry.place}
+        groups = []
+        for group in self.groups.values():
+            group.idle_since_s = None if group.base in busy else (group.idle_since_s or now_s)
+            mine = (pair for pair in self.workers.items() if pair[1].report.group == group.name)
+            workers = tuple(self._worker(name, seen, now_s, draining) for name, seen in mine)
+            groups.append(scheduling.Group(group.name, group.base, group.size, workers, group.idle_since_s))
+        waiting = tuple(
+            scheduling.WaitingJob(entry.name, base_key(entry.spec["base"]), entry.submitted_s)
+            for entry in self.jobs.values()
+            if entry.state is State.QUEUED
+        )
+        return ClusterState(waiting, tuple(groups), self.spec.max_workers, self.spec.jobs_per_worker, self.spec.idle_s)
+
+    def _worker(self, name: str, seen: _Seen, now_s: float, draining: Collection[str]) -> scheduling.Worker:
+        jobs = frozenset(entry.name for entry in self.jobs.values() if entry.place == name)
+        seen.idle_since_s = None if jobs else (seen.idle_since_s or now_s)
+        return scheduling.Worker(name, seen.report.group, jobs, seen.report.node in draining, seen.idle_since_s)
+
+    def take_places(self, plan: Plan, now_s: float) -> None:
+        """Write down a plan's places and moves; workers learn of them when they next ask."""
+        changes = [
+            Change(name, state=State.ATTACHING, place=worker, attempt=self.jobs[name].attempt + 1, reason="")
+            for name, worker in plan.places.items()
+        ]
+        changes += [Change(name, wish="moved") for name in plan.moves if not self.jobs[name].wish]
+        self._change(changes, now_s)
+        self.waits = {
+            name: plan.reasons[name] for name in plan.reasons if name in self.jobs and name not in plan.places
+        }
+        for name, worker in plan.places.items():
+            log.info("job=%s placed on worker %s: %s", name, worker[:8], plan.reasons[name])
+
+    def dismiss(self, worker: str) -> Report:
+        """A worker without jobs is to end; returns its last report."""
+        self._dismissed.add(worker)
+        return self.workers.pop(worker).report
+
+    def let_go_of_all(self, now_s: float) -> None:
+        """Every job is to leave its worker, and to wait for another."""
+        self._change(
+            [Change(entry.name, wish="moved") for entry in self.jobs.values() if entry.place and not entry.wish], now_s
+        )
+
+    def forget_group(self, name: str) -> None:
+        """Its workers are gone with it."""
+        self.workers = {worker: seen for worker, seen in self.workers.items() if seen.report.group != name}
+
+    # --- what users see
+
+    def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
+        """One mapping a job, in order of submission: ready for JSON."""
+        wanted = None if names is None else [self.entry(name).name for name in names]
+        return [self._row(self.jobs[name]) for name in (self.jobs if wanted is None else wanted)]
+
+    def describe_workers(self) -> list[dict[str, Any]]:
+        """One mapping a worker that has been heard of."""
+        return [
+            {
+                "group": seen.report.group,
+                "worker": name[:8],
+                "rank": seen.report.rank,
+                "node": seen.report.node,
+                "pid": seen.report.pid,
+                "base_loads": seen.report.base_loads,
+                "jobs": sorted(seen.report.jobs),
+                "ticks": seen.report.ticks,
+                "tick_s": seen.report.tick_s,
+            }
+            for name, seen in self.workers.items()
+        ]
+
+    def _row(self, entry: Entry) -> dict[str, Any]:
+        told = self.progress.get(entry.name)
+        seen = self.workers.get(entry.place)
+        return {
+            "name": entry.name,
+            "state": entry.state.value,
+            "reason": entry.reason or (self.waits.get(entry.name, "") if entry.state is State.QUEUED else ""),
+            "group": seen.report.group if seen else "",
+            "worker": entry.place[:8],
+            "attempt": entry.attempt,
+            "step": told.step if told else 0,
+            "num_steps": told.num_steps if told else 0,
+            "loss": told.loss if told else None,
+            "eval_loss": told.eval_loss if told else None,
+            "tokens": told.tokens if told else 0,
+            "tokens_per_s": told.tokens_per_s if told and entry.place else 0.0,
+            "output": entry.spec["output"],
+            "submitted_s": entry.submitted_s,
+            "changed_s": entry.changed_s,
+        }
+
+
+def base_key(base: Mapping[str, Any]) -> str:
+    """One text for bases that may share a super-model."""
+    return json.dumps(base, sort_keys=True)

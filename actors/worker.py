@@ -1,0 +1,312 @@
+"""One GPU process of a group: a trainer, and a mailbox that is read between ticks.
+
+`train` is the function that Ray Train runs in it. A thread exchanges reports and orders with the scheduler; another
+reads the data of jobs that are to come, so that the residents' ticks go on meanwhile. A scheduler that is away stops
+nothing.
+"""
+
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
+from tlora.data import JobData, load_tokenizer
+from tlora.errors import JobError, StateError, TloraError
+from tlora.job import JobRecord, State
+from tlora.local import read_data
+from tlora.resident import ResidentJob, longest_rows
+from tlora.spec import BaseSpec, JobSpec, parse_job
+from tlora.supermodel import SuperModel
+from tlora.trainer import Trainer, TrainerOptions
+
+log = logging.getLogger("tlora")
+_EXCHANGE_S = 0.2
+_IDLE_S = 0.02
+
+
+Exchange = Callable[[Report], Orders | None]
+"""Send a report; the newest orders, or None while the scheduler is away."""
+
+
+class Mailbox:
+    """The newest orders and the newest report, between the trainer's thread and the one that exchanges them."""
+
+    def __init__(self, report: Report):
+        self._lock = threading.Lock()
+        self._orders, self._report = Orders(0), report
+        self.changed = threading.Event()
+        """There is news for the scheduler that should not wait."""
+
+    def orders(self) -> Orders:
+        with self._lock:
+            return self._orders
+
+    def put(self, orders: Orders) -> None:
+        with self._lock:
+            if orders.number > self._orders.number:
+                self._orders = orders
+
+    def report(self) -> Report:
+        with self._lock:
+            return replace(self._report, heard=self._orders.number)
+
+    def tell(self, report: Report) -> None:
+        with self._lock:
+            self._report = report
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A job whose data is being read."""
+
+    order: Order
+    spec: JobSpec
+    data: "Future[JobData]"
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class Worker:
+    """Carries out orders between the ticks of its trainer."""
+
+    def __init__(self, options: WorkerOptions, rank: int, node: str):
+        self.options = options
+        report = Report(uuid.uuid4().hex, options.group, rank, node, os.getpid())
+        self.mailbox = Mailbox(report)
+        self._base = BaseSpec.model_validate(options.base)
+        self._trainer: Trainer | None = None
+        self._tokenizer: Any = None
+        self._attempts: dict[str, int] = {}
+        self._coming: dict[str, _Coming] = {}
+        self._ended: dict[str, JobReport] = {}
+        self._saved_s: dict[str, float] = {}
+        self._loads = self._ticks = 0
+        self._tick_s, self._stepped_s = 0.0, time.monotonic()
+        self._readers = ThreadPoolExecutor(1, "tlora-data")
+
+    def run(self, exchange: Exchange) -> None:
+        """Until told to stop. Residents are saved at the end, whatever ended it."""
+        thread = threading.Thread(target=self._exchange, args=(exchange,), daemon=True, name="tlora-exchange")
+        thread.start()
+        try:
+            while not self.step():
+                pass
+        finally:
+            self._readers.shutdown(wait=False, cancel_futures=True)
+            if self._trainer is not None:
+                for name in list(self._trainer.jobs):
+                    self._trainer.detach(name)
+
+    def step(self) -> bool:
+        """Orders, then a tick; whether this worker's end has come."""
+        self._stepped_s = time.monotonic()
+        orders = self.mailbox.orders()
+        done = self._carry_out(orders)
+        if orders.stop and done:
+            return True
+        if self._trainer is not None and self._trainer.jobs:
+            self._tick(self._trainer)
+        else:
+            time.sleep(_IDLE_S)
+        self._tell(orders.number if done else self.mailbox.report().applied)
+        return False
+
+    def _exchange(self, exchange: Exchange) -> None:
+        while True:
+            self.mailbox.changed.wait(_EXCHANGE_S)
+            self.mailbox.changed.clear()
+            if time.monotonic() - self._stepped_s > self.options.stuck_after_s:
+                log.critical(
+                    "group=%s nothing moved for %g s: ends itself", self.options.group, self.options.stuck_after_s
+                )
+                os._exit(1)  # a collective or a driver that hangs answers to nothing less
+            orders = exchange(self.mailbox.report())
+            if orders is not None:
+                self.mailbox.put(orders)
+
+    def _carry_out(self, orders: Orders) -> bool:
+        """Let go of what is not in the orders, take in what is; whether nothing is left to be done."""
+        for name in [name for name, ended in self._ended.items() if not _is_for(orders, name, ended.attempt)]:
+            del self._ended[name]
+        for name in [name for name, coming in self._coming.items() if orders.jobs.get(name) != coming.order]:
+            self._coming.pop(name).data.cancel()
+        residents = list(self._trainer.jobs) if self._trainer else []
+        for name in residents:
+            if not _is_for(orders, name, self._attempts[name]):
+                assert self._trainer is not None
+                del self._attempts[name]
+                self._trainer.detach(name, keep=name not in orders.drop)
+                self.mailbox.changed.set()
+        for name, order in orders.jobs.items():
+            if name not in self._ended and name not in self._coming and name not in residents:
+                self._read(name, order)
+        for name, coming in list(self._coming.items()):
+            if coming.data.done():
+                self._attach(name, self._coming.pop(name))
+        return not self._coming
+
+    def _read(self, name: str, order: Order) -> None:
+        """Begin to read a job's data; the base first, if this is the first job."""
+        try:
+            spec = parse_job(order.spec)
+            if self._trainer is None:
+                self._trainer = self._load()
+            outline = self._trainer.supermodel.outline
+            self._coming[name] = _Coming(order, spec, self._readers.submit(read_data, spec, outline, self._tokenizer))
+        except (TloraError, OSError) as error:
+            self._end(name, order.attempt, error)
+
+    def _load(self) -> Trainer:
+        options = self.options
+        self._tokenizer = load_tokenizer(self._base)
+        supermodel = SuperModel.load(
+            self._base,
+            device=options.device,
+            deterministic=options.deterministic,
+            checkpointing=options.checkpointing,
+        )
+        self._loads += 1
+        budget = TrainerOptions(token_budget=options.token_budget).budget_on(supermodel.device)
+        return Trainer(supermodel, TrainerOptions(token_budget=budget))
+
+    def _attach(self, name: str, coming: _Coming) -> None:
+        assert self._trainer is not None
+        trainer, attempt = self._trainer, coming.order.attempt
+        try:
+            data = coming.data.result()
+            if not self.options.token_budget:
+                longest = longest_rows(data, self.options.deterministic)
+                trainer.token_budget = max(trainer.token_budget, 2 * longest)
+            trainer.attach(coming.spec, data, resume=True, record=JobRecord(name), tokenizer=self._tokenizer)
+        except StateError as error:  # its folder is still held by a process that is on its way out
+            log.warning("job %s: %s", name, error)
+            if time.monotonic() - coming.since_s < 60.0:
+                self._coming[name] = coming
+                return
+            self._end(name, attempt, error)
+        except (TloraError, OSError) as error:
+            self._end(name, attempt, error)
+        else:
+            self._attempts[name], self._saved_s[name] = attempt, time.monotonic()
+            self._note(trainer.take_ended())
+        self.mailbox.changed.set()
+
+    def _tick(self, trainer: Trainer) -> None:
+        try:
+            tick = trainer.tick()
+        except torch.OutOfMemoryError as error:
+            self._shrink(trainer, error)
+            return
+        self._ticks += 1
+        self._tick_s = tick.seconds
+        self._note(tick.ended)
+        now_s = time.monotonic()
+        for name, job in trainer.jobs.items():
+            if job.is_settled and now_s - self._saved_s[name] >= self.options.save_every_s:
+                self._saved_s[name] = now_s
+                trainer.save(name)
+
+    def _note(self, ended: tuple[ResidentJob, ...]) -> None:
+        for job in ended:
+            self._ended[job.name] = _describe(job, self._attempts.pop(job.name))
+            self.mailbox.changed.set()
+
+    def _shrink(self, trainer: Trainer, error: torch.OutOfMemoryError) -> None:
+        """Half the token budget, and the steps in flight once more; a job whose longest sequence does not fit fails."""
+        if trainer.supermodel.device.type == "cuda":
+            torch.cuda.empty_cache()
+        trainer.replay()
+        trainer.token_budget //= 2
+        log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
+        for name, job in list(trainer.jobs.items()):
+            longest = longest_rows(job.data, job.per_sequence)
+            if longest > trainer.token_budget:
+                attempt = self._attempts.pop(name)
+                trainer.detach(name)
+                text = f"out of memory in a tick of {2 * trainer.token_budget} rows; its longest sequence has {longest}"
+                self._end(name, attempt, JobError(f"{text}. Lower data.max_length. ({error})"))
+
+    def _end(self, name: str, attempt: int, error: Exception) -> None:
+        reason = str(error).removeprefix(f"job {name}: ")
+        log.error("job=%s group=%s failed: %s", name, self.options.group, reason)
+        self._ended[name] = JobReport(attempt, State.FAILED, reason)
+        self.mailbox.changed.set()
+
+    def _tell(self, applied: int) -> None:
+        jobs = dict(self._ended)
+        for name, coming in self._coming.items():
+            jobs[name] = JobReport(coming.order.attempt, State.ATTACHING)
+        for name, job in (self._trainer.jobs if self._trainer else {}).items():
+            jobs[name] = _describe(job, self._attempts[name])
+        self.mailbox.tell(
+            replace(
+                self.mailbox.report(),
+                base_loads=self._loads,
+                applied=applied,
+                jobs=jobs,
+                ticks=self._ticks,
+                tick_s=self._tick_s,
+            )
+        )
+
+
+def _is_for(orders: Orders, name: str, attempt: int) -> bool:
+    return name in orders.jobs and orders.jobs[name].attempt == attempt
+
+
+def _describe(job: ResidentJob, attempt: int) -> JobReport:
+    return JobReport(
+        attempt,
+        job.record.state,
+        job.record.reason,
+        job.step,
+        job.num_steps,
+        job.tokens,
+        _finite(job.tokens_per_s) or 0.0,
+        _finite(job.loss),
+        _finite(job.eval_loss),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def train(options: dict[str, Any]) -> None:
+    """Ray Train's function of a worker."""
+    import ray
+
+    context = ray.train.get_context()
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads()))
+    worker = Worker(WorkerOptions(**options), context.get_world_rank(), ray.get_runtime_context().get_node_id())
+    worker.run(_scheduler_exchange())
+
+
+def _scheduler_exchange() -> Exchange:
+    """With the scheduler of this cluster, looked up again whenever it does not answer."""
+    import ray
+
+    from tlora.actors.names import NAMESPACE, SCHEDULER
+
+    known: list[Any] = []
+
+    def exchange(report: Report) -> Orders | None:
+        try:
+            if not known:
+                known.append(ray.get_actor(SCHEDULER, namespace=NAMESPACE))
+            orders: Orders = ray.get(known[0].exchange.remote(report), timeout=10.0)
+        except (ray.exceptions.RayError, ValueError):  # not there, dead, or too slow
+            known.clear()
+            time.sleep(_EXCHANGE_S)
+            return None
+        return orders
+
+    return exchange

@@ -1,0 +1,235 @@
+"""The roster on a real journal: what users ask for, what workers say, and what survives a scheduler's death."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlora.actors.journal import Journal
+from tlora.actors.messages import JobReport, Orders, Report
+from tlora.actors.roster import GroupRecord, Roster, base_key
+from tlora.cluster import ClusterSpec
+from tlora.errors import StateError
+from tlora.job import State
+from tlora.scheduling import schedule
+from tlora.spec import JobSpec, parse_job
+
+STORAGE = "/storage"
+
+
+def spec_of(name: str, **changes: Any) -> JobSpec:
+    output = f"{STORAGE}/out/{name}"
+    return parse_job({"name": name, "base": {"model": "m"}, "data": {"path": "d"}, "output": output, **changes})
+
+
+class Desk:
+    """A roster and a clock."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.now_s = folder, 100.0
+        self.spec = ClusterSpec(storage=STORAGE, lost_after_s=10.0, jobs_per_worker=2)
+        self.open()
+
+    def open(self) -> None:
+        """As a scheduler that has just been started."""
+        self.journal = Journal(self.folder / "journal.db", str(self.folder / "store"))
+        self.roster = Roster(self.spec, self.journal, self.now_s)
+
+    def submit(self, *names: str) -> None:
+        self.roster.submit([spec_of(name) for name in names], self.now_s)
+        self.roster.groups["g"] = GroupRecord("g", base_key(spec_of("x").model_dump(mode="json")["base"]), 2, None)
+
+    def plan(self) -> None:
+        plan = schedule(self.roster.cluster_state(self.now_s), self.now_s)
+        self.roster.take_places(plan, self.now_s)
+
+    def states(self) -> dict[str, str]:
+        return {row["name"]: row["state"] for row in self.roster.status()}
+
+
+class FakeWorker:
+    """Does at once what it is told."""
+
+    def __init__(self, desk: Desk, name: str, rank: int = 0):
+        self.desk, self.report, self.orders = desk, Report(name, "g", rank, "node", 1), Orders(0)
+
+    def say(self, **jobs: JobReport) -> Orders:
+        """These, and what it was told to have before."""
+        residents = {name: JobReport(order.attempt, State.RUNNING, step=3) for name, order in self.orders.jobs.items()}
+        self.report = replace(
+            self.report, jobs={**residents, **jobs}, heard=self.orders.number, applied=self.orders.number
+        )
+        self.orders = self.desk.roster.exchange(self.report, self.desk.now_s)
+        return self.orders
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path)
+    yield desk
+    desk.journal.close()
+
+
+@pytest.fixture
+def running(desk: Desk) -> FakeWorker:
+    """A worker with jobs a and b."""
+    desk.submit("a", "b")
+    worker = FakeWorker(desk, "w")
+    worker.say()
+    desk.plan()
+    worker.say()
+    worker.say()
+    assert desk.states() == {"a": "running", "b": "running"}
+    return worker
+
+
+def test_the_same_job_again_is_the_same_job(desk: Desk) -> None:
+    desk.submit("a")
+    assert desk.roster.submit([spec_of("a"), spec_of("b")], 101.0) == ["b"]
+    with pytest.raises(StateError, match=r"job a was submitted with other content: adapter.rank: 8 was, 4 is asked"):
+        desk.roster.submit([spec_of("c"), spec_of("a", adapter={"rank": 4})], 102.0)
+    assert list(desk.states()) == ["a", "b"]
+
+
+def test_a_job_goes_to_its_end(desk: Desk, running: FakeWorker) -> None:
+    attempt = running.orders.jobs["a"].attempt
+    running.say(a=JobReport(attempt, State.FINISHED), b=JobReport(attempt, State.FAILED, "no disk"))
+    assert desk.states() == {"a": "finished", "b": "failed"}
+    assert desk.roster.status(["b"])[0]["reason"] == "no disk"
+    assert not running.orders.jobs
+
+
+def test_what_is_said_of_an_earlier_placement_is_stale(desk: Desk, running: FakeWorker) -> None:
+    running.say(a=JobReport(0, State.FINISHED))
+    assert desk.states()["a"] == "running"
+
+
+def test_pause_and_resume(desk: Desk, running: FakeWorker) -> None:
+    desk.roster.pause(["a"], desk.now_s)
+    orders = running.say()
+    assert list(orders.jobs) == ["b"]
+    assert not orders.drop
+    assert desk.states()["a"] == "running"  # until its worker has let go of it
+    running.say()
+    assert desk.states()["a"] == "paused"
+    desk.roster.resume(["a"], desk.now_s)
+    desk.plan()
+    assert running.say().jobs["a"].attempt == 2
+
+
+def test_a_pause_is_taken_back_before_it_is_carried_out(desk: Desk, running: FakeWorker) -> None:
+    desk.roster.pause(["a"], desk.now_s)
+    desk.roster.resume(["a"], desk.now_s)
+    assert set(running.say().jobs) == {"a", "b"}
+
+
+@pytest.mark.parametrize(("keep", "dropped"), [(False, {"a"}), (True, set())])
+def test_cancel(desk: Desk, running: FakeWorker, keep: bool, dropped: set[str]) -> None:
+    desk.roster.cancel(["a"], desk.now_s, keep=keep)
+    assert running.say().drop == dropped
+    running.say()
+    assert desk.states()["a"] == "cancelled"
+    desk.roster.cancel(["a"], desk.now_s)
+    with pytest.raises(StateError, match="job a is cancelled"):
+        desk.roster.resume(["a"], desk.now_s)
+
+
+def test_jobs_without_a_place_are_paused_and_cancelled_at_once(desk: Desk) -> None:
+    desk.submit("a", "b")
+    desk.roster.pause(["a"], desk.now_s)
+    desk.roster.cancel(["b"], desk.now_s)
+    assert desk.states() == {"a": "paused", "b": "cancelled"}
+
+
+def test_unknown_jobs_are_named(desk: Desk) -> None:
+    for ask in (desk.roster.pause, desk.roster.resume, desk.roster.cancel):
+        with pytest.raises(StateError, match="job nobody is not known here"):
+            ask(["nobody"], desk.now_s)
+
+
+def test_a_silent_worker_is_lost_and_its_jobs_wait_again(desk: Desk, running: FakeWorker) -> None:
+    desk.roster.cancel(["b"], desk.now_s)
+    desk.now_s += 9.0
+    desk.roster.lose_silent(desk.now_s)
+    assert desk.states()["a"] == "running"
+    desk.now_s += 2.0
+    desk.roster.lose_silent(desk.now_s)
+    assert desk.states() == {"a": "queued", "b": "cancelled"}
+    other = FakeWorker(desk, "v", rank=1)
+    other.say()
+    desk.plan()
+    assert other.say().jobs["a"].attempt == 2
+
+
+def test_a_worker_that_comes_back_gives_up_what_has_gone_elsewhere(desk: Desk, running: FakeWorker) -> None:
+    desk.now_s += 20.0
+    desk.roster.lose_silent(desk.now_s)
+    other = FakeWorker(desk, "v", rank=1)
+    other.say()
+    desk.plan()
+    assert not running.say().jobs
+
+
+def test_a_process_that_takes_a_place_over_ends_the_one_before(desk: Desk, running: FakeWorker) -> None:
+    FakeWorker(desk, "next", rank=0).say()
+    assert desk.states() == {"a": "queued", "b": "queued"}
+
+
+def test_a_scheduler_that_is_started_again_knows_all(desk: Desk, running: FakeWorker) -> None:
+    desk.roster.pause(["b"], desk.now_s)
+    desk.journal.close()
+    desk.open()
+    number = running.orders.number
+    assert desk.states() == {"a": "running", "b": "running"}
+    assert list(running.say().jobs) == ["a"]
+    assert running.orders.number > number
+    running.say()
+    assert desk.states() == {"a": "running", "b": "paused"}
+    assert running.orders.jobs["a"].attempt == 1
+
+
+def test_places_of_workers_that_never_come_back_are_lost(desk: Desk, running: FakeWorker) -> None:
+    desk.journal.close()
+    desk.now_s += 60.0
+    desk.open()
+    desk.roster.lose_silent(desk.now_s)
+    assert desk.states()["a"] == "running"
+    desk.now_s += 11.0
+    desk.roster.lose_silent(desk.now_s)
+    assert desk.states() == {"a": "queued", "b": "queued"}
+
+
+def test_a_drained_node_is_left(desk: Desk, running: FakeWorker) -> None:
+    plan = schedule(desk.roster.cluster_state(desk.now_s, {"node"}), desk.now_s)
+    assert plan.moves == {"a", "b"}
+    desk.roster.take_places(plan, desk.now_s)
+    assert not running.say().jobs
+    running.say()
+    assert desk.states() == {"a": "queued", "b": "queued"}
+
+
+def test_why_a_job_waits_is_told(desk: Desk) -> None:
+    desk.submit("a")
+    desk.plan()
+    assert desk.roster.status()[0]["reason"] == "waits for 2 worker(s) that are starting"
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["/elsewhere/a", "/storage", "/storage/../etc", "/storage/_tlora/journal", "/storage2/a", "/storage/_tlora"],
+)
+def test_outputs_stay_below_the_storage(desk: Desk, output: str) -> None:
+    with pytest.raises(StateError, match="lies outside of the cluster's storage"):
+        desk.roster.submit([spec_of("a", output=output)], 1.0)
+    assert not desk.states()
+
+
+def test_a_dismissed_worker_is_told_to_end_and_counts_no_more(desk: Desk) -> None:
+    desk.submit()
+    worker = FakeWorker(desk, "w")
+    worker.say()
+    desk.roster.dismiss("w")
+    assert worker.say().stop
+    assert not desk.roster.workers

@@ -1,0 +1,192 @@
+"""A worker and its mailbox, in this process: orders are carried out between ticks, and nothing a job learnt is lost."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from safetensors.torch import load_file
+
+from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
+from tlora.actors.worker import Worker
+from tlora.checkpoint import STATE, read_meta
+from tlora.job import State
+from tlora.local import RunOptions, prepare, train
+from tlora.spec import JobSpec
+from tlora.trainer import Trainer
+
+Adapter = dict[str, torch.Tensor]
+
+
+class Desk:
+    """Gives orders by hand, and steps the worker until something is seen."""
+
+    def __init__(self, folder: Path, **options: Any):
+        toy.write_base(folder)
+        self.folder, self.number = folder, 0
+        base = toy.named_job(folder, "a").base.model_dump()
+        self.worker = Worker(
+            WorkerOptions(group="g", base=base, deterministic=True, device="cpu", **options), 0, "node"
+        )
+
+    def order(self, *specs: JobSpec, attempt: int = 1, drop: frozenset[str] = frozenset(), stop: bool = False) -> None:
+        self.number += 1
+        jobs = {spec.name: Order(spec.model_dump(mode="json"), attempt) for spec in specs}
+        self.worker.mailbox.put(Orders(self.number, jobs, drop, stop))
+
+    def until(self, seen: Callable[[Report], bool], most: int = 2000) -> Report:
+        for _ in range(most):
+            self.worker.step()
+            if seen(self.worker.mailbox.report()):
+                return self.worker.mailbox.report()
+        raise AssertionError(f"never seen: {self.worker.mailbox.report()}")
+
+    def ends(self, name: str) -> JobReport:
+        return self.until(lambda report: name in report.jobs and report.jobs[name].state.is_terminal).jobs[name]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def adapter(spec: JobSpec) -> Adapter:
+    return load_file(spec.folder / "adapter_model.safetensors")
+
+
+def alone(spec: JobSpec) -> Adapter:
+    """The adapter that the job would have had alone."""
+    spec = spec.model_copy(update={"output": f"{spec.output}-alone"})
+    options = RunOptions(deterministic=True, device="cpu")
+    (one,) = train(prepare([spec], options), options)
+    assert one.record.state is State.FINISHED
+    return adapter(spec)
+
+
+def same(one: Adapter, other: Adapter) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
+
+
+def test_jobs_that_come_and_go_are_those_they_would_have_been_alone(desk: Desk) -> None:
+    first, second = (toy.named_job(desk.folder, name, steps=6) for name in ("first", "second"))
+    desk.order(first)
+    desk.until(lambda report: report.jobs["first"].step == 2)
+    desk.order(first, second)
+    desk.until(lambda report: "second" in report.jobs and report.jobs["second"].step == 1)
+    desk.order(second)  # the first is to leave
+    desk.until(lambda report: "first" not in report.jobs and report.applied == desk.number)
+    step = read_meta(first.folder)["step"]
+    assert 2 <= step < 6
+    assert desk.ends("second").step == 6
+    desk.order(first, attempt=2)
+    assert desk.ends("first").attempt == 2
+    for spec in (first, second):
+        assert same(adapter(spec), alone(spec))
+    assert desk.worker.mailbox.report().base_loads == 1
+
+
+def test_what_has_ended_is_told_until_the_orders_leave_it_out(desk: Desk) -> None:
+    spec = toy.named_job(desk.folder, "a", steps=1)
+    desk.order(spec)
+    assert desk.ends("a").state is State.FINISHED
+    desk.order()
+    assert not desk.until(lambda report: report.applied == desk.number).jobs
+
+
+def test_a_job_that_had_finished_is_told_at_once(desk: Desk) -> None:
+    """Its worker was lost before it could say so."""
+    spec = toy.named_job(desk.folder, "a", steps=2)
+    desk.order(spec)
+    desk.ends("a")
+    before = adapter(spec)
+    desk.order(spec, attempt=2)
+    report = desk.until(lambda report: report.jobs["a"].attempt == 2 and report.jobs["a"].state.is_terminal)
+    assert report.jobs["a"].state is State.FINISHED
+    assert same(adapter(spec), before)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_cancelled_job_is_saved_only_if_it_is_to_be_kept(desk: Desk, kept: bool) -> None:
+    spec = toy.named_job(desk.folder, "a", steps=50, save_every=50)
+    desk.order(spec)
+    desk.until(lambda report: report.jobs["a"].step == 2)
+    desk.order(drop=frozenset() if kept else frozenset({"a"}))
+    desk.until(lambda report: report.applied == desk.number)
+    assert (spec.folder / STATE).exists() is kept
+
+
+def test_a_job_that_cannot_begin_says_why_and_the_others_go_on(desk: Desk) -> None:
+    good = toy.named_job(desk.folder, "good")
+    lost = toy.named_job(desk.folder, "lost", data={"path": str(desk.folder / "nothing.jsonl")})
+    desk.order(good, lost)
+    assert "nothing.jsonl" in desk.ends("lost").reason
+    assert desk.ends("good").state is State.FINISHED
+
+
+def test_a_base_that_cannot_be_loaded_fails_its_job(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    spec = toy.named_job(tmp_path, "a")
+    for file in (tmp_path / "base").glob("*.safetensors"):
+        file.unlink()
+    desk.order(spec)
+    ended = desk.ends("a")
+    assert ended.state is State.FAILED
+    assert ended.reason
+
+
+def test_residents_are_saved_by_the_clock(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, save_every_s=1e-3)
+    spec = toy.named_job(tmp_path, "a", steps=50, save_every=50)
+    desk.order(spec)
+    desk.until(lambda report: report.jobs["a"].step == 3)
+    assert read_meta(spec.folder)["step"] >= 2
+
+
+def test_told_to_stop_it_saves_and_ends(desk: Desk) -> None:
+    spec = toy.named_job(desk.folder, "a", steps=500, save_every=500)
+    asked = threading.Event()
+
+    def exchange(report: Report) -> Orders | None:
+        if report.jobs and report.jobs["a"].step > 1 and not asked.is_set():
+            asked.set()
+            desk.order(stop=True)
+        return None  # the scheduler is away: what is in the mailbox stays
+
+    desk.order(spec)
+    desk.worker.run(exchange)
+    assert read_meta(spec.folder)["step"] > 1
+
+
+def test_out_of_memory_halves_the_ticks_and_changes_no_bit(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = toy.named_job(desk.folder, "a", steps=4)
+    send, calls = Trainer._send, []
+
+    def fail_once(trainer: Trainer, *arguments: Any) -> None:
+        calls.append(trainer.token_budget)
+        send(trainer, *arguments)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Trainer, "_send", fail_once)
+    desk.order(spec)
+    assert desk.ends("a").state is State.FINISHED
+    assert calls[2] == calls[1] // 2
+    monkeypatch.undo()
+    assert same(adapter(spec), alone(spec))
+
+
+def test_a_job_too_large_alone_fails_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(tmp_path, token_budget=64)
+    spec = toy.named_job(tmp_path, "a")
+
+    def fail(trainer: Trainer, *arguments: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Trainer, "_send", fail)
+    desk.order(spec)
+    ended = desk.ends("a")
+    assert ended.state is State.FAILED
+    assert "out of memory in a tick of 32 rows; its longest sequence has 32" in ended.reason

@@ -1,0 +1,130 @@
+"""The cluster from outside: what the command line does, for Python too.
+
+    client = tlora.Client()            # the cluster of RAY_ADDRESS, or the local one that `tlora up` started
+    client.submit([tlora.load_job("jobs/a.yaml")])
+    client.wait(["a"])
+
+Jobs run on when their client is gone. Calls are idempotent; one that the scheduler's restart cuts off is sent again.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tlora
+from tlora.errors import ClusterError, TloraError
+from tlora.job import State
+from tlora.local_cluster import address
+from tlora.spec import JobSpec, parse_job
+
+Row = dict[str, Any]
+_POLL_S = 0.5
+
+
+class Client:
+    """A connection to the scheduler of one cluster. Raises ClusterError if there is none, or one of another version."""
+
+    def __init__(self, where: str | None = None):
+        import ray
+
+        from tlora.actors.scheduler import connect
+
+        if not ray.is_initialized():
+            try:
+                ray.init(
+                    address=where or address(), namespace="tlora", log_to_driver=False, logging_level=logging.ERROR
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ClusterError(
+                    f"no Ray cluster answers at {where or address()}: {error}. Run `tlora up`."
+                ) from None
+        try:
+            self._scheduler = connect()
+        except ValueError:
+            raise ClusterError("this cluster has no tLoRA scheduler. Run `tlora up`.") from None
+        theirs = self._call("version")
+        if theirs != tlora.__version__:
+            raise ClusterError(
+                f"the cluster runs tLoRA {theirs}, this is {tlora.__version__}. Install the same version on both."
+            )
+
+    def submit(self, specs: Sequence[JobSpec]) -> list[str]:
+        """Admit jobs, all or none; returns the names of those that are new. Raises StateError for a name that has been
+        taken by other content."""
+        new: list[str] = self._call("submit", [spec.model_dump(mode="json") for spec in specs])
+        return new
+
+    def status(self, names: Sequence[str] | None = None) -> list[Row]:
+        """One mapping a job, in order of submission."""
+        rows: list[Row] = self._call("status", names)
+        return rows
+
+    def workers(self) -> list[Row]:
+        """One mapping a worker."""
+        rows: list[Row] = self._call("workers")
+        return rows
+
+    def events(self, after: int = 0, name: str | None = None) -> list[Row]:
+        """What happened since event number `after`, oldest first."""
+        rows: list[Row] = self._call("events", after, name)
+        return rows
+
+    def pause(self, names: Sequence[str]) -> None:
+        """Save jobs and take them off their workers."""
+        self._call("pause", names)
+
+    def resume(self, names: Sequence[str]) -> None:
+        """Let paused jobs go on."""
+        self._call("resume", names)
+
+    def cancel(self, names: Sequence[str], *, keep: bool = False) -> None:
+        """End jobs; `keep` saves their exact state first."""
+        self._call("cancel", names, keep)
+
+    def fork(self, name: str, new: str, changes: dict[str, Any] | None = None) -> str:
+        """Submit a job like `name` under a new name, with some of its fields changed (dotted keys), from its newest
+        adapter."""
+        (row,) = self.status([name])
+        values = self._call("spec", name)
+        values = {**values, "name": new, "output": f"{row['output'].removesuffix(name)}{new}"}
+        start = {"adapter.init_from": str(self._call("newest_adapter", name))}
+        for key, value in {**start, **(changes or {})}.items():
+            section, _, field = key.rpartition(".")
+            target = values[section] if section else values
+            target[field] = value
+        self.submit([parse_job(values)])
+        return new
+
+    def wait(
+        self, names: Sequence[str], watch: Callable[[list[Row]], None] = lambda rows: None, every_s: float = _POLL_S
+    ) -> list[Row]:
+        """Until every job has ended or is paused; `watch` sees them meanwhile."""
+        while True:
+            rows = self.status(names)
+            watch(rows)
+            if all(State(row["state"]).is_terminal or row["state"] == State.PAUSED for row in rows):
+                return rows
+            time.sleep(every_s)
+
+    def down(self) -> None:
+        """End all groups, their jobs saved, and the scheduler."""
+        import ray
+
+        self._call("close")
+        ray.kill(self._scheduler)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        import ray
+
+        for _ in range(20):
+            try:
+                return ray.get(getattr(self._scheduler, method).remote(*arguments))
+            except ray.exceptions.ActorUnavailableError:
+                time.sleep(_POLL_S)
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise (cause if isinstance(cause, TloraError) else ClusterError(str(cause))) from None
+            except ray.exceptions.RayActorError as error:
+                raise ClusterError(f"the scheduler is gone: {error}. Run `tlora up`.") from None
+        raise ClusterError("the scheduler does not come back. See `ray status`, and run `tlora up`.")

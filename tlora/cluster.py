@@ -1,0 +1,58 @@
+"""How a cluster is used: what `tlora up` is given. Nothing of it changes what a job computes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from tlora.errors import SpecError
+from tlora.spec import Count, PathText, Positive, Spec, override, read_yaml
+
+
+class ClusterSpec(Spec):
+    """The scheduler's settings."""
+
+    storage: PathText
+    """Folder, s3:// or gs:// address that every node reaches: what must survive the loss of the head. Outputs of jobs
+    lie below it where it is a folder."""
+    state: PathText = "~/.tlora"
+    """Folder on the head's own disk for the journal."""
+    max_workers: Count = 8
+    """Of all groups together."""
+    jobs_per_worker: Count = 16
+    gpus_per_worker: Annotated[int, Field(strict=True, ge=0, le=1)] = 1
+    """0: workers train on CPUs."""
+    cpus_per_worker: Positive = 1.0
+    token_budget: Annotated[int, Field(strict=True, ge=0)] = 0
+    """Most rows in a tick; 0: chosen for the device."""
+    deterministic: bool = False
+    checkpointing: bool = False
+    save_every_s: Positive = 300.0
+    """A running job is saved at least so often: what a lost worker costs."""
+    idle_s: Positive = 300.0
+    """A group without jobs ends after so long."""
+    lost_after_s: Positive = 15.0
+    """A worker that says nothing for so long is lost, and its jobs go elsewhere."""
+    stuck_after_s: Positive = 1800.0
+    """A worker whose tick, or base's loading, takes so long ends itself, and is replaced."""
+    resize: Literal["in_place", "restart"] = "in_place"
+    """`restart`: a group that changes its size is started anew, by Ray Train's public interface alone."""
+
+
+def load_cluster(path: Path | None, overrides: Sequence[str] = ()) -> ClusterSpec:
+    """Read settings from YAML, `overrides` as in `load_job`. Without a file: CPU workers where there is no GPU, and all
+    that is kept below the folder the command is given in. Raises SpecError."""
+    values: dict[str, Any] = {"storage": str(Path("outputs").absolute())}
+    if path is not None:
+        values = read_yaml(path, overrides, "a mapping with at least 'storage'")
+    else:
+        for text in overrides:
+            override(values, text)
+    try:
+        return ClusterSpec.model_validate(values)
+    except ValidationError as error:
+        lines = (
+            f"{path or 'cluster'}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}." for fault in error.errors()
+        )
+        raise SpecError("\n".join(lines)) from None

@@ -1,0 +1,88 @@
+"""A Ray cluster of this machine alone, for those who have no other: started by `tlora up`, ended by `tlora down`.
+
+It is one process (`ray start --block`) in a session of its own, known by a file in the user's folder.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tlora.errors import ClusterError
+
+_START_S = 60.0
+
+
+def _file() -> Path:
+    return Path(os.environ.get("TLORA_HOME") or Path.home() / ".tlora") / "local_cluster.json"
+
+
+def address() -> str:
+    """Of the cluster to talk to: RAY_ADDRESS, else the local one, else whatever Ray finds."""
+    if given := os.environ.get("RAY_ADDRESS"):
+        return given
+    known = _read()
+    return str(known["address"]) if known else "auto"
+
+
+def is_running() -> bool:
+    return _read() is not None
+
+
+def start(port: int = 6399) -> str:
+    """Start it, unless it runs; returns its address."""
+    if known := _read():
+        return str(known["address"])
+    path = _file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.with_suffix(".log")
+    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block",
+               f"--port={port}", "--include-dashboard=false", "--disable-usage-stats",
+               f"--temp-dir={path.parent / 'ray'}"]  # fmt: skip
+    environment = {**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment)
+    deadline_s = time.monotonic() + _START_S
+    while "Ray runtime started" not in log.read_text():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise ClusterError(f"Ray did not start on this machine; its last words are in {log}.")
+        time.sleep(0.2)
+    path.write_text(json.dumps({"pid": process.pid, "address": f"127.0.0.1:{port}"}))
+    return f"127.0.0.1:{port}"
+
+
+def stop() -> None:
+    """End it, if it runs."""
+    known = _read()
+    if known is None:
+        return
+    with suppress(ProcessLookupError):
+        os.kill(known["pid"], signal.SIGTERM)
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s and _is_alive(known["pid"]):
+            time.sleep(0.2)
+    _file().unlink(missing_ok=True)
+
+
+def _read() -> dict[str, Any] | None:
+    """What the file says, if its process lives."""
+    with suppress(OSError, ValueError, KeyError):
+        known: dict[str, Any] = json.loads(_file().read_text())
+        if _is_alive(known["pid"]):
+            return known
+    return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
