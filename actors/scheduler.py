@@ -22,7 +22,7 @@ from tlora.actors.metrics import Metrics
 from tlora.actors.names import NAMESPACE, SCHEDULER
 from tlora.actors.roster import GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
-from tlora.errors import StateError
+from tlora.errors import ClusterError, StateError
 from tlora.scheduling import Plan, schedule
 from tlora.spec import BaseSpec, parse_job
 
@@ -201,7 +201,8 @@ class Scheduler:
 
 
 def connect(spec: ClusterSpec | None = None) -> Any:
-    """The scheduler of the cluster that Ray is connected to; with `spec`, started if it is not there."""
+    """The scheduler of the cluster that Ray is connected to; with `spec`, started if it is not there. Raises
+    ClusterError if it cannot start, ValueError if it is not there and is not to be started."""
     if spec is None:
         return ray.get_actor(SCHEDULER, namespace=NAMESPACE)
     actor: Any = (
@@ -222,5 +223,8 @@ def connect(spec: ClusterSpec | None = None) -> Any:
         )
         .remote(spec.model_dump())
     )
-    ray.get(actor.version.remote())
+    try:
+        ray.get(actor.version.remote())
+    except ray.exceptions.RayActorError as error:
+        raise ClusterError(f"the scheduler did not start: {str(error).strip().splitlines()[-1]}") from None
     return actor

@@ -2,16 +2,21 @@
 
 import json
 import os
+import time
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from tlora.data import JobData, TokenSequence
+from tlora.local import RunOptions, prepare, train
 from tlora.resident import ResidentJob
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
@@ -163,3 +168,22 @@ def named_job(folder: Path, name: str, **changes: object) -> JobSpec:
             **changes,
         }
     )
+
+
+def equals_alone(spec: JobSpec) -> bool:
+    """Whether a job's adapter is that of the same job trained alone, to the bit."""
+    lone = spec.model_copy(update={"output": f"{spec.output}-alone"})
+    options = RunOptions(deterministic=True, device="cpu")
+    train(prepare([lone], options), options)
+    one, other = (load_file(each.folder / "adapter_model.safetensors") for each in (spec, lone))
+    return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
+
+
+def until(seen: Callable[[], Any], patience_s: float = 180.0) -> Any:
+    """What is seen, once it is true."""
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        if found := seen():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("never seen")

@@ -7,18 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tlora.spec import JobSpec, load_job
+    from tlora.client import Client
+    from tlora.spec import JobSpec, load_job, parse_job
     from tlora.supermodel import SuperModel
     from tlora.trainer import Trainer
 
-__all__ = ["JobSpec", "SuperModel", "Trainer", "load_job"]
+__all__ = ["Client", "JobSpec", "SuperModel", "Trainer", "load_job", "parse_job"]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Client": "tlora.client",
     "JobSpec": "tlora.spec",
     "SuperModel": "tlora.supermodel",
     "Trainer": "tlora.trainer",
     "load_job": "tlora.spec",
+    "parse_job": "tlora.spec",
 }
 
 

@@ -3,16 +3,12 @@
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
-import torch
 import toy
-from safetensors.torch import load_file
 
 from tlora.actors.names import NAMESPACE
 from tlora.actors.scheduler import connect
@@ -20,11 +16,8 @@ from tlora.client import Client
 from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError
 from tlora.job import State
-from tlora.local import RunOptions, prepare, train
-from tlora.spec import JobSpec
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +62,8 @@ def client(_ray: None, tmp_path: Path) -> Iterator[Client]:
     assert not [actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
 
 
-def until(seen: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        if found := seen():
-            return found
-        time.sleep(0.1)
-    raise AssertionError("never seen")
-
-
 def step(client: Client, name: str) -> int:
     return int(client.status([name])[0]["step"])
-
-
-def equals_alone(spec: JobSpec) -> bool:
-    lone = spec.model_copy(update={"output": f"{spec.output}-alone"})
-    options = RunOptions(deterministic=True, device="cpu")
-    train(prepare([lone], options), options)
-    one, other = (load_file(each.folder / "adapter_model.safetensors") for each in (spec, lone))
-    return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
 
 
 def test_whatever_is_killed_each_job_ends_as_it_would_have_alone(client: Client, tmp_path: Path) -> None:
@@ -96,14 +72,14 @@ def test_whatever_is_killed_each_job_ends_as_it_would_have_alone(client: Client,
     assert client.submit(specs) == ["job3"]
     with pytest.raises(StateError, match=r"job0 was submitted with other content: optim\.lr"):
         client.submit([specs[0].model_copy(update={"optim": specs[0].optim.model_copy(update={"lr": 1.0})})])
-    until(lambda: all(step(client, spec.name) > 25 for spec in specs))
+    toy.until(lambda: all(step(client, spec.name) > 25 for spec in specs))
 
     first, second = client.workers()
     os.kill(first["pid"], signal.SIGKILL)  # its jobs go on elsewhere, or where it was; the other worker stays
     ray.kill(ray.get_actor("tlora-scheduler", namespace=NAMESPACE), no_restart=False)
     client.pause(["job1"])
-    until(lambda: client.status(["job1"])[0]["state"] == State.PAUSED)
-    until(lambda: len(client.workers()) == 2 and first["pid"] not in {worker["pid"] for worker in client.workers()})
+    toy.until(lambda: client.status(["job1"])[0]["state"] == State.PAUSED)
+    toy.until(lambda: len(client.workers()) == 2 and first["pid"] not in {worker["pid"] for worker in client.workers()})
     assert second["pid"] in {worker["pid"] for worker in client.workers()}
     assert all(worker["base_loads"] <= 1 for worker in client.workers())
     client.resume(["job1"])
@@ -111,7 +87,7 @@ def test_whatever_is_killed_each_job_ends_as_it_would_have_alone(client: Client,
     rows = client.wait([spec.name for spec in specs])
     assert [row["state"] for row in rows] == ["finished"] * 4
     assert max(row["attempt"] for row in rows) >= 2
-    assert all(equals_alone(spec) for spec in specs)
+    assert all(toy.equals_alone(spec) for spec in specs)
     states = [event["state"] for event in client.events(0, "job1")]
     assert states[0] == State.QUEUED
     assert states[-1] == State.FINISHED
@@ -122,7 +98,7 @@ def test_a_group_grows_and_shrinks_around_its_workers(client: Client, tmp_path: 
     """The one that was there keeps its process, its base and its jobs."""
     long = [toy.named_job(tmp_path, f"long{n}", steps=400, save_every=1000) for n in range(2)]
     client.submit(long)
-    until(lambda: step(client, "long0") > 5)
+    toy.until(lambda: step(client, "long0") > 5)
     (first,) = client.workers()
     short = [toy.named_job(tmp_path, f"short{n}", steps=3) for n in range(6)]
     client.submit(short)
@@ -130,19 +106,19 @@ def test_a_group_grows_and_shrinks_around_its_workers(client: Client, tmp_path: 
     both = {worker["pid"]: worker for worker in client.workers()}
     assert len(both) == 2
     assert both[first["pid"]]["base_loads"] == 1
-    until(lambda: [worker["pid"] for worker in client.workers()] == [first["pid"]])
+    toy.until(lambda: [worker["pid"] for worker in client.workers()] == [first["pid"]])
     client.cancel(["long1"], keep=True)
     assert client.wait(["long0"])[0]["state"] == State.FINISHED
     assert client.status(["long1"])[0]["state"] == State.CANCELLED
     assert {row["attempt"] for row in client.status()} == {1}
-    assert equals_alone(long[0])
+    assert toy.equals_alone(long[0])
 
 
 def test_jobs_outlive_their_scheduler_and_its_cluster_state(client: Client, tmp_path: Path) -> None:
     """`down` saves what runs; the next `up` on the same state goes on with it."""
     spec = toy.named_job(tmp_path, "long", steps=120, save_every=1000)
     client.submit([spec])
-    until(lambda: step(client, "long") > 5)
+    toy.until(lambda: step(client, "long") > 5)
     scheduler_spec = ClusterSpec(
         storage=str(tmp_path), state=str(tmp_path / "state"), gpus_per_worker=0, deterministic=True
     )
@@ -153,6 +129,6 @@ def test_jobs_outlive_their_scheduler_and_its_cluster_state(client: Client, tmp_
     again = Client()
     assert again.wait(["long"])[0]["state"] == State.FINISHED
     assert again.status(["long"])[0]["attempt"] == 2
-    assert equals_alone(spec)
+    assert toy.equals_alone(spec)
     assert again.fork("long", "child", {"steps": 1}) == "child"
     assert again.wait(["child"])[0]["state"] == State.FINISHED
