@@ -6,6 +6,7 @@ thread.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -49,6 +50,9 @@ class Scheduler:
 
     def version(self) -> str:
         return tlora.__version__
+
+    def process_id(self) -> int:
+        return os.getpid()
 
     def submit(self, specs: Sequence[dict[str, Any]]) -> list[str]:
         with self._lock:

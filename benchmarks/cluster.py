@@ -1,0 +1,112 @@
+"""What the cluster's parts take, on a Ray of this machine with CPU workers: seconds, printed; nothing is asserted.
+
+    python -m benchmarks.cluster BASE [--jobs 2000]
+
+BASE: a model's folder, as small as can be. The jobs that are only queued name a base that no worker gets.
+"""
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from tlora.actors.names import NAMESPACE
+from tlora.actors.scheduler import connect
+from tlora.client import Client
+from tlora.cluster import ClusterSpec
+from tlora.spec import JobSpec, parse_job
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", type=Path)
+    parser.add_argument("--jobs", type=int, default=2000)
+    arguments = parser.parse_args()
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    with tempfile.TemporaryDirectory(prefix="tl") as folder:
+        environment = {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+        ray.init(address="local", num_cpus=8, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
+                 _temp_dir=folder, runtime_env={"env_vars": environment})  # fmt: skip
+        try:
+            measure(Path(folder), arguments.base.absolute(), arguments.jobs)
+        finally:
+            ray.shutdown()
+
+
+def measure(folder: Path, base: Path, count: int) -> None:
+    rows = "".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(64))
+    (folder / "rows.jsonl").write_text(rows)
+
+    def job(name: str, model: Path = base, **changes: Any) -> JobSpec:
+        values = {"name": name, "base": {"model": str(model)}, "data": {"path": str(folder / "rows.jsonl")}, "steps": 2}
+        return parse_job({**values, "output": str(folder / "out" / name), **changes})
+
+    settings = ClusterSpec(storage=str(folder), state=str(folder / "state"), gpus_per_worker=0, max_workers=1)
+    say("scheduler started", timed(lambda: connect(settings)))
+    client = Client()
+    client.submit([job("cold")])
+    say("cold start: first step of the first job", timed(lambda: until(lambda: step(client, "cold") > 0)))
+    client.wait(["cold"])
+    client.submit([job("warm")])
+    say("warm group: first step", timed(lambda: until(lambda: step(client, "warm") > 0)))
+    client.submit([job("long", steps=100_000)])
+    until(lambda: step(client, "long") > 3)
+    worker = client.workers()[0]
+    client.submit([job("beside", steps=100_000)])
+    until(lambda: step(client, "beside") > 0)
+    say("a tick of the first job once another has come", client.workers()[0]["tick_s"])
+    client.submit([job("third", steps=100_000, data={"path": str(folder / "rows.jsonl"), "max_length": 64})])
+    scheduler = process_id(client)
+    os.kill(scheduler, signal.SIGKILL)
+    say("scheduler killed: another answers after", timed(lambda: until(lambda: process_id(client) != scheduler)))
+    say("… and has heard of the workers after", timed(lambda: until(client.workers)))
+    os.kill(worker["pid"], signal.SIGKILL)
+    say("worker killed: another in its place after", timed(lambda: until(lambda: fresh(client, worker["pid"]))))
+    client.cancel(["long", "beside", "third"])
+    times_s = [timed(lambda n=n: client.submit([job(f"q{n}", folder / "no-base")])) for n in range(count)]  # type: ignore[misc]
+    say(f"admission of one job, mean of {count}", sum(times_s) / count)
+    say("admission of one job, slowest", max(times_s))
+    say(f"status of {count} jobs", timed(client.status))
+    status = Path(f"/proc/{process_id(client)}/status").read_text().splitlines()
+    (memory,) = (int(line.split()[1]) / 2**20 for line in status if line.startswith("VmRSS"))
+    print(f"{'scheduler memory':<48} {memory:9.3f} GiB", flush=True)
+    client.cancel([f"q{n}" for n in range(count)])
+    say("down", timed(client.down))
+
+
+def say(what: str, seconds: float) -> None:
+    print(f"{what:<48} {seconds:9.3f} s", flush=True)
+
+
+def timed(run: Callable[[], object]) -> float:
+    began_s = time.monotonic()
+    run()
+    return time.monotonic() - began_s
+
+
+def until(seen: Callable[[], Any]) -> None:
+    while not seen():
+        time.sleep(0.02)
+
+
+def process_id(client: Client) -> int:
+    return int(client._call("process_id"))
+
+
+def step(client: Client, name: str) -> int:
+    return int(client.status([name])[0]["step"])
+
+
+def fresh(client: Client, before: int) -> bool:
+    return any(worker["pid"] != before and worker["base_loads"] for worker in client.workers())
+
+
+if __name__ == "__main__":
+    main()
