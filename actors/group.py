@@ -1,7 +1,6 @@
 """A trainer group, from the scheduler's side: started, told its size, ended. Its workers ask for their orders."""
 
 import logging
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -40,9 +39,15 @@ def start(spec: ClusterSpec, options: WorkerOptions, size: int) -> None:
     )
 
 
-def resize(name: str, size: int, leaving: list[tuple[str, int]]) -> None:
-    """Tell a group its size, and which workers (node, process id) it lets go."""
-    ray.get(_controller(name).resize.remote(size, leaving), timeout=600.0)
+def resize(name: str, size: int, leaving: list[tuple[str, int]]) -> bool:
+    """Tell a group its size, and which workers (node, process id) it lets go; whether it has heard. One that is busy,
+    with a start perhaps, has not."""
+    try:
+        ray.get(_controller(name).resize.remote(size, leaving), timeout=2.0)
+    except (ray.exceptions.RayError, ValueError) as error:
+        log.debug("group=%s has not heard its size: %s", name, error)
+        return False
+    return True
 
 
 def end(name: str) -> None:
@@ -54,16 +59,33 @@ def end(name: str) -> None:
         ray.kill(controller)
 
 
-def running() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Groups of this cluster, each with its options and size: what a scheduler adopts."""
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(GROUP):
-            name = actor["name"].removeprefix(GROUP)
-            try:
-                yield name, ray.get(_controller(name).describe.remote(), timeout=120.0)
-            except (ray.exceptions.RayError, ValueError) as error:
-                log.warning("group=%s does not answer, and is ended: %s", name, error)
-                end(name)
+def names() -> list[str]:
+    """Groups of this cluster, by their controllers."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    mine = (actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
+    return [name.removeprefix(GROUP) for name in mine if name.startswith(GROUP)]
+
+
+def describe(name: str) -> dict[str, Any] | None:
+    """A group's options, size, and whether it has ended: what a scheduler adopts. None while it is busy. Raises
+    ray.exceptions.RayError or ValueError for one that is gone."""
+    controller = _controller(name)
+    controller.ensure_run.remote()
+    try:
+        known: dict[str, Any] = ray.get(controller.describe.remote(), timeout=2.0)
+    except ray.exceptions.GetTimeoutError:
+        return None
+    return known
+
+
+def has_ended(name: str) -> bool:
+    """Whether a group's controller is gone or has given up; one that is busy, with a start perhaps, has not."""
+    try:
+        return bool(ray.get(_controller(name).describe.remote(), timeout=2.0)["ended"])
+    except ray.exceptions.GetTimeoutError:
+        return False
+    except (ray.exceptions.RayError, ValueError):
+        return True
 
 
 def draining_nodes() -> frozenset[str]:

@@ -1,13 +1,14 @@
 """All that tLoRA takes from Ray Train's insides: a run whose workers are replaced, added and let go one by one.
 
-Workers of a replicated base share no collective: each is a replica group of one, so Ray Train replaces one that fails
-and leaves the others alone. What it lacks is a change of size while the others go on: `_Workers` adds and lets go of
-single workers, each in a placement group of its own. The controller is a named, detached actor, so that the scheduler's
+Workers of a replicated base share no collective, so each is a replica group of one. `_Workers` adds and lets go of
+single workers, each in a placement group of its own, while the others go on: so a group changes its size, and so one
+that fails is replaced. The controller is a named, detached actor, so that the scheduler's
 death stops nothing. With `resize: restart` a new size is a new start, by Ray Train's own code.
 """
 
 import copy
 import dataclasses
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,9 +35,10 @@ if not ray.__version__.startswith("2.60."):
         f"tLoRA's trainer groups are made for Ray 2.60: got {ray.__version__}. Install ray[default,train]==2.60.*."
     )
 
+log = logging.getLogger("tlora")
 _ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "0",
 }
@@ -117,17 +119,30 @@ class _Workers(WorkerGroup):
         first_rank = 1 + max(worker.distributed_context.world_rank for worker in state.workers)
         indices = list(range(len(seats), len(seats) + len(groups)))
         seats += groups
-        workers = self._create_workers(
-            len(groups), state.placement_group_handle, context.resources_per_worker, indices, first_rank
-        )
-        self._init_train_context(workers, state.sync_actor)
-        ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in workers])
-        self._replace([*state.workers, *workers])
+        try:
+            workers = self._create_workers(
+                len(groups), state.placement_group_handle, context.resources_per_worker, indices, first_rank
+            )
+            self._init_train_context(workers, state.sync_actor)
+            ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in workers])
+        except (
+            Exception
+        ) as error:  # of the new ones alone: they go with their placement groups, and are asked for again
+            log.warning("group=%s new workers did not start: %s", self._train_run_context.run_config.name, error)
+            for group in groups:
+                remove_placement_group(group)
+        else:
+            self._replace([*state.workers, *workers])
 
-    def let_go(self, pids: set[tuple[str, int]]) -> None:
-        """End the workers of these nodes and process ids, and free what they held."""
+    def failed(self) -> list[Worker]:
+        """Workers of which the last poll found an error."""
+        status = self.get_latest_poll_status()
+        statuses = status.worker_statuses if status else {}
+        return [worker for index, worker in enumerate(self.get_workers()) if statuses[index].error is not None]
+
+    def let_go(self, leaving: list[Worker]) -> None:
+        """End these workers, and free what they held."""
         state = self._worker_group_state
-        leaving = [worker for worker in state.workers if (worker.metadata.node_id, worker.metadata.pid) in pids]
         _shutdown_workers(leaving)
         for worker in leaving:
             remove_placement_group(state.placement_group_handle.groups[worker.placement_group_bundle_index])
@@ -154,9 +169,9 @@ class _InPlace(ResizeDecision):
 class _Told(ScalingPolicy):
     """As many workers as the scheduler says."""
 
-    def __init__(self, scaling_config: ScalingConfig, in_place: bool):
+    def __init__(self, scaling_config: ScalingConfig, size: int, in_place: bool):
         super().__init__(scaling_config)
-        self.size, self.in_place = scaling_config.num_workers, in_place
+        self.size, self.in_place = size, in_place
         self.pending: list[PlacementGroup] = []
         """Of workers that are to come."""
         self.leaving: set[tuple[str, int]] = set()
@@ -169,16 +184,28 @@ class _Told(ScalingPolicy):
         return int(self.size)
 
     def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
+        """A start: of one worker, which the others join as there is room for them."""
         self._maybe_send_resource_request()
-        return ResizeDecision(self.size, self.resources)
+        for group in self.pending:
+            remove_placement_group(group)
+        self.pending, self.leaving = [], set()
+        return ResizeDecision(1 if self.in_place else self.size, self.resources)
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
         self._maybe_send_resource_request()
         if not self.in_place:
             same = worker_group_state.num_workers == self.size
             return NoopDecision() if same else ResizeDecision(self.size, self.resources)
-        missing = self.size - worker_group_state.num_workers + len(self.leaving) - len(self.pending)
-        self.pending += reserve(max(0, missing), self.resources)
+        here = {
+            (worker.metadata.node_id, worker.metadata.pid): worker_group_status.worker_statuses[index].running
+            for index, worker in enumerate(worker_group_state.workers)
+        }
+        self.leaving = (self.leaving & here.keys()) | {key for key, is_running in here.items() if not is_running}
+        wanted = max(0, self.size - len(here) + len(self.leaving))
+        for group in self.pending[wanted:]:
+            remove_placement_group(group)
+        self.pending = self.pending[:wanted]
+        self.pending += reserve(wanted - len(self.pending), self.resources)
         if self.leaving or any(group.wait(0) for group in self.pending):
             return _InPlace(self.size, self.resources)
         return NoopDecision()
@@ -192,11 +219,19 @@ class GroupController(TrainController):
     def __init__(self, **options: Any):
         # Owned by this actor from now on: the scheduler's copy dies with it.
         options["train_fn_ref"] = ObjectRefWrapper(options["train_fn_ref"].get())
+        self._is_run = False
         super().__init__(**options)
+
+    async def ensure_run(self) -> None:
+        """Run, unless it does: who started it may have died before saying so."""
+        if not self._is_run:
+            self._is_run = True
+            await self.run()
 
     def describe(self) -> dict[str, Any]:
         """What a scheduler that has lost its memory must know."""
-        return {**self._train_run_context.train_loop_config, "size": self._scaling_policy.size}
+        ended = self.get_state().is_terminal()
+        return {**self._train_run_context.train_loop_config, "size": self._scaling_policy.size, "ended": ended}
 
     def resize(self, size: int, leaving: list[tuple[str, int]]) -> None:
         """So many workers; those of these nodes and process ids go, and are not replaced beyond that."""
@@ -209,16 +244,23 @@ class GroupController(TrainController):
             ready = [group for group in policy.pending if group.wait(0)]
             policy.pending = [group for group in policy.pending if group not in ready]
             leaving, policy.leaving = policy.leaving, set()
-            if leaving:
-                workers.let_go(leaving)
+            gone = [each for each in workers.get_workers() if (each.metadata.node_id, each.metadata.pid) in leaving]
+            if gone:
+                workers.let_go(gone)
             if ready:
                 workers.add(ready)
-            return TrainControllerLoopIterationResult(
-                run_attempt_id=self._get_run_attempt_id(), previous_state=self._state, next_state=RunningState()
-            )
-        if workers and policy.in_place:  # one that failed is replaced whatever size was asked for meanwhile
-            decision = dataclasses.replace(decision, num_workers=len(workers.get_workers()))
+            return self._go_on()
+        if workers and policy.in_place:
+            failed = workers.failed()
+            if failed and len(failed) < len(workers.get_workers()):  # the others go on, and new ones join them
+                workers.let_go(failed)
+                return self._go_on()
         return super()._execute_resize_decision(decision)
+
+    def _go_on(self) -> TrainControllerLoopIterationResult:
+        return TrainControllerLoopIterationResult(
+            run_attempt_id=self._get_run_attempt_id(), previous_state=self._state, next_state=RunningState()
+        )
 
 
 class GroupTrainer(DataParallelTrainer):
@@ -231,7 +273,7 @@ class GroupTrainer(DataParallelTrainer):
             train_loop_config=options,
             backend_config=_AloneConfig(),
             scaling_config=ScalingConfig(
-                num_workers=size, use_gpu=bool(resources.get("GPU")), resources_per_worker=resources
+                num_workers=1 if in_place else size, use_gpu=bool(resources.get("GPU")), resources_per_worker=resources
             ),
             run_config=RunConfig(
                 name=group,
@@ -240,10 +282,10 @@ class GroupTrainer(DataParallelTrainer):
                 worker_runtime_env={"env_vars": environment},
             ),
         )
-        self.group, self.in_place = group, in_place
+        self.group, self.size, self.in_place = group, size, in_place
 
     def _initialize_and_run_controller(self, **options: Any) -> Result:
-        options["scaling_policy"] = _Told(self.scaling_config, self.in_place)
+        options["scaling_policy"] = _Told(self.scaling_config, self.size, self.in_place)
         controller = (
             ray.remote(GroupController)
             .options(
@@ -252,13 +294,14 @@ class GroupTrainer(DataParallelTrainer):
                 namespace=NAMESPACE,
                 lifetime="detached",
                 get_if_exists=True,
+                resources={"node:__internal_head__": 0.001},
                 scheduling_strategy="DEFAULT",
                 runtime_env={"env_vars": {**get_env_vars_to_propagate(), **_ENVIRONMENT}},
             )
             .remote(**options)
         )
         ray.get(controller.describe.remote())
-        controller.run.remote()
+        controller.ensure_run.remote()
         return Result(metrics=None, checkpoint=None, error=None, path="")
 
 

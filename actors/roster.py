@@ -22,6 +22,7 @@ from tlora.scheduling import ClusterState, Plan
 from tlora.spec import JobSpec, differences, parse_job
 
 log = logging.getLogger("tlora")
+_PAUSE_S = 3.0
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class Roster:
         self.workers: dict[str, _Seen] = {}
         self._dismissed: set[str] = set()
         """Workers that are to end: what they say does not count."""
-        self._began_s = now_s
+        self._began_s = self._looked_s = now_s
 
     # --- what users ask for
 
@@ -67,7 +68,10 @@ class Roster:
         """Take jobs in, all or none; returns the names of those that are new. The same job again is the same job; other
         content under its name raises StateError, which names the fields that differ."""
         new, faults = [], []
-        for spec in specs:
+        taken = {entry.spec["output"]: entry.name for entry in self.jobs.values()}
+        for spec in map(self._placed, specs):
+            if other := _nested(spec, taken):
+                faults.append(f"job {spec.name}: output {spec.output} lies in that of job {other}, or holds it.")
             if not self._is_ours(spec.folder):
                 faults.append(
                     f"job {spec.name}: output {spec.output} lies outside of the cluster's storage, {self.spec.storage}."
@@ -84,6 +88,12 @@ class Roster:
         for entry in self.journal.add(new, now_s) if new else ():
             self.jobs[entry.name] = entry
         return [name for name, _ in new]
+
+    def _placed(self, spec: JobSpec) -> JobSpec:
+        """With its output below the storage, if it does not say where."""
+        if spec.folder.is_absolute() or "://" in self.spec.storage:
+            return spec
+        return spec.model_copy(update={"output": str(Path(self.spec.storage).expanduser() / spec.output)})
 
     def _is_ours(self, folder: Path) -> bool:
         """Whether a job may write there: below the storage, where that is a folder."""
@@ -111,7 +121,7 @@ class Roster:
             if entry.state is State.PAUSED:
                 changes.append(Change(name, state=State.QUEUED, reason="", place="", wish=""))
             elif entry.wish == State.PAUSED:
-                changes.append(Change(name, wish=""))
+                changes.append(Change(name, wish="", reason=""))
         self._change(changes, now_s)
 
     def _wish(self, names: Sequence[str], state: State, now_s: float, reason: str, *, keep: bool = True) -> None:
@@ -120,6 +130,8 @@ class Roster:
             entry = self.entry(name)
             if entry.state.is_terminal:
                 raise StateError(f"job {name} is {entry.state}: it cannot become {state}.")
+            if state is State.PAUSED and entry.wish in (State.CANCELLED, "dropped"):
+                raise StateError(f"job {name} is being cancelled: it cannot become {state}.")
             if entry.place:
                 changes.append(Change(name, wish=state.value if keep else "dropped", reason=reason))
             elif entry.state is not state:
@@ -188,7 +200,13 @@ class Roster:
         return seen.orders
 
     def lose_silent(self, now_s: float) -> None:
-        """Workers that have said nothing for too long are lost; so are the places of those that never came back."""
+        """Workers that have said nothing for too long are lost; so are the places of those that never came back. Time
+        in which nobody could have been heard, since this was not called, does not count."""
+        pause_s, self._looked_s = now_s - self._looked_s, now_s
+        if pause_s > _PAUSE_S:
+            self._began_s += pause_s
+            for seen in self.workers.values():
+                seen.last_s += pause_s
         for name, seen in list(self.workers.items()):
             if now_s - seen.last_s > self.spec.lost_after_s:
                 self._lose(name, f"its worker said nothing for {self.spec.lost_after_s:g} s", now_s)
@@ -303,6 +321,16 @@ class Roster:
             "submitted_s": entry.submitted_s,
             "changed_s": entry.changed_s,
         }
+
+
+def _nested(spec: JobSpec, taken: Mapping[str, str]) -> str | None:
+    """The job whose output is, holds or lies in this one's."""
+    mine = Path(os.path.normpath(spec.output))
+    for output, name in taken.items():
+        other = Path(os.path.normpath(output))
+        if name != spec.name and (mine == other or mine in other.parents or other in mine.parents):
+            return name
+    return None
 
 
 def base_key(base: Mapping[str, Any]) -> str:

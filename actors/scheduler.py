@@ -31,6 +31,9 @@ log = logging.getLogger("tlora")
 _PLAN_S = 0.2
 _PUBLISH_S = 2.0
 _FLUSH_S = 5.0
+_AGAIN_S = 10.0
+_ASK_S = 5.0
+_CLOSE_S = 600.0
 
 
 class Scheduler:
@@ -42,8 +45,15 @@ class Scheduler:
         self._lock = threading.RLock()
         journal = Journal(Path(self._spec.state).expanduser() / "journal.db", self._spec.storage)
         self._roster = Roster(self._spec, journal, time.time())
+        self._starting: set[str] = set()
+        self._not_before_s: dict[str, float] = {}
+        """Bases whose group did not start, and when to try again."""
+        self._untold: dict[str, tuple[int, list[tuple[str, int]]]] = {}
+        """Sizes and leaving workers of groups that have not heard of them yet."""
+        self._unadopted: set[str] | None = None
         self._is_closed = False
-        self._metrics, self._published_s, self._flushed_s = Metrics(), 0.0, 0.0
+        self._metrics = Metrics()
+        self._published_s = self._flushed_s = self._asked_s = 0.0
         threading.Thread(target=self._run, daemon=True, name="tlora-plan").start()
 
     # --- front doors
@@ -111,69 +121,101 @@ class Scheduler:
         with self._lock:
             self._is_closed = True
             self._roster.let_go_of_all(time.time())
-            names = list(self._roster.groups)
-        deadline_s = time.monotonic() + 30.0
-        while time.monotonic() < deadline_s and self._has_residents():
+        deadline_s = time.monotonic() + _CLOSE_S
+        while time.monotonic() < deadline_s and self._is_busy():
             time.sleep(_PLAN_S)
-        for name in names:
+        for name in group.names():
             group.end(name)
         with self._lock:
             self._roster.journal.close()
 
-    def _has_residents(self) -> bool:
+    def _is_busy(self) -> bool:
         with self._lock:
-            return any(entry.place for entry in self._roster.jobs.values())
+            self._roster.lose_silent(time.time())
+            return bool(self._starting) or any(entry.place for entry in self._roster.jobs.values())
 
     # --- the plan
 
     def _run(self) -> None:
-        for name, known in group.running():
-            with self._lock:
-                base = base_key(known["base"])
-                self._roster.groups[name] = GroupRecord(name, base, known["size"], None)
         while not self._is_closed:
             try:
+                self._adopt()
                 self._round()
             except Exception:  # of one round: the next sees the same state again
                 log.exception("a round of planning failed")
             time.sleep(_PLAN_S)
 
+    def _adopt(self) -> None:
+        """Groups that a scheduler before this one had started; one that is busy is asked again."""
+        if self._unadopted is None:
+            self._unadopted = set(group.names())
+        for name in list(self._unadopted):
+            try:
+                known = group.describe(name)
+            except (ray.exceptions.RayError, ValueError):
+                known = {"ended": True}
+            if known is None:
+                continue
+            self._unadopted.discard(name)
+            if known["ended"]:
+                group.end(name)
+            else:
+                with self._lock:
+                    self._roster.groups[name] = GroupRecord(name, base_key(known["base"]), known["size"], None)
+
     def _round(self) -> None:
         draining = group.draining_nodes()
         if time.monotonic() - self._flushed_s > _FLUSH_S:
-            self._roster.journal.flush()  # a storage that is away keeps nobody waiting
+            self._roster.journal.flush()
             self._flushed_s = time.monotonic()
         with self._lock:
+            if self._is_closed:
+                return
             now_s = time.time()
             roster = self._roster
             roster.lose_silent(now_s)
             plan = schedule(roster.cluster_state(now_s, draining), now_s)
             roster.take_places(plan, now_s)
-            resizes = self._resizes(plan)
+            self._resize(plan)
             if now_s - self._published_s > _PUBLISH_S:
                 self._published_s = now_s
                 self._metrics.publish(roster.status(), roster.describe_workers())
-        for name, size, leaving in resizes:
-            group.resize(name, size, leaving)
+        for name, (size, leaving) in list(self._untold.items()):
+            if name not in self._starting and group.resize(name, size, leaving):
+                del self._untold[name]
         for name in plan.stops:
-            self._stop(name)
+            self._stop(name, plan.reasons.get(name, "nothing left to do"))
+        if time.monotonic() - self._asked_s > _ASK_S:
+            self._asked_s = time.monotonic()
+            for name in filter(group.has_ended, self._silent_groups()):
+                self._stop(name, "its controller is gone")
         for base, size in plan.starts.items():
-            self._start(base, size)
+            if not self._unadopted and time.monotonic() >= self._not_before_s.get(base, 0.0):
+                self._start(base, size)
 
-    def _resizes(self, plan: Plan) -> list[tuple[str, int, list[tuple[str, int]]]]:
-        resizes = []
+    def _silent_groups(self) -> list[str]:
+        """Groups of which no worker has been heard, and which are not being started: their controllers are asked."""
+        with self._lock:
+            heard = {seen.report.group for seen in self._roster.workers.values()}
+            return [name for name in self._roster.groups if name not in heard and name not in self._starting]
+
+    def _resize(self, plan: Plan) -> None:
+        """Write down what groups are to be told; it is said again until they have heard."""
         for name in plan.sizes.keys() | plan.leaves.keys():
             record = self._roster.groups[name]
             record.size = plan.sizes.get(name, record.size)
             leaving = [self._roster.dismiss(worker) for worker in sorted(plan.leaves.get(name, ()))]
-            resizes.append((name, record.size, [(report.node, report.pid) for report in leaving]))
+            before = self._untold[name][1] if name in self._untold else []
+            self._untold[name] = record.size, [*before, *((report.node, report.pid) for report in leaving)]
             log.info("group=%s size=%d: %s", name, record.size, plan.reasons.get(name, "workers leave"))
-        return resizes
 
     def _start(self, base: str, size: int) -> None:
         with self._lock:
+            if self._is_closed:
+                return
             name = f"{len(self._roster.groups)}-{int(time.time() * 1000):x}"
             self._roster.groups[name] = GroupRecord(name, base, size, time.time())
+            self._starting.add(name)
         log.info("group=%s starts with %d worker(s) for base %s", name, size, base)
         options = WorkerOptions(
             group=name,
@@ -189,18 +231,23 @@ class Scheduler:
         def run() -> None:
             try:
                 group.start(self._spec, options, size)
-            except Exception:
+            except Exception:  # whatever Ray Train raises: it is tried again
                 log.exception("group=%s did not start", name)
                 with self._lock:
                     self._roster.groups.pop(name, None)
+                    self._not_before_s[base] = time.monotonic() + _AGAIN_S
+            finally:
+                with self._lock:
+                    self._starting.discard(name)
 
         threading.Thread(target=run, daemon=True, name=f"tlora-start-{name}").start()
 
-    def _stop(self, name: str) -> None:
-        log.info("group=%s ends: idle for %g s", name, self._spec.idle_s)
+    def _stop(self, name: str, reason: str) -> None:
+        log.info("group=%s ends: %s", name, reason)
         group.end(name)
         with self._lock:
             self._roster.groups.pop(name, None)
+            self._untold.pop(name, None)
             self._roster.forget_group(name)
 
 
@@ -222,8 +269,8 @@ def connect(spec: ClusterSpec | None = None) -> Any:
             num_cpus=0,
             resources={"node:__internal_head__": 0.001},
             scheduling_strategy="DEFAULT",
-            # So that it sees no GPU, and its children see theirs.
-            runtime_env={"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}},
+            # So that it sees no GPU and its children see theirs, and workers stay where relative paths begin.
+            runtime_env={"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1", "RAY_CHDIR_TO_TRIAL_DIR": "0"}},
         )
         .remote(spec.model_dump())
     )

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ class _Coming:
     order: Order
     spec: JobSpec
     data: "Future[JobData]"
-    since_s: float = field(default_factory=time.monotonic)
+    is_held: bool = False
+    """Its folder was found held by another process."""
 
 
 class Worker:
@@ -91,6 +92,7 @@ class Worker:
         self._loads = self._ticks = 0
         self._tick_s, self._stepped_s = 0.0, time.monotonic()
         self._readers = ThreadPoolExecutor(1, "tlora-data")
+        self._has_ended = threading.Event()
 
     def run(self, exchange: Exchange) -> None:
         """Until told to stop. Residents are saved at the end, whatever ended it."""
@@ -100,6 +102,7 @@ class Worker:
             while not self.step():
                 pass
         finally:
+            self._has_ended.set()
             self._readers.shutdown(wait=False, cancel_futures=True)
             if self._trainer is not None:
                 for name in list(self._trainer.jobs):
@@ -116,11 +119,11 @@ class Worker:
             self._tick(self._trainer)
         else:
             time.sleep(_IDLE_S)
-        self._tell(orders.number if done else self.mailbox.report().applied)
+        self._tell(orders.number)
         return False
 
     def _exchange(self, exchange: Exchange) -> None:
-        while True:
+        while not self._has_ended.is_set():
             self.mailbox.changed.wait(_EXCHANGE_S)
             self.mailbox.changed.clear()
             if time.monotonic() - self._stepped_s > self.options.stuck_after_s:
@@ -161,7 +164,7 @@ class Worker:
                 self._trainer = self._load()
             outline = self._trainer.supermodel.outline
             self._coming[name] = _Coming(order, spec, self._readers.submit(read_data, spec, outline, self._tokenizer))
-        except (TloraError, OSError) as error:
+        except (TloraError, OSError, RuntimeError) as error:
             self._end(name, order.attempt, error)
 
     def _load(self) -> Trainer:
@@ -186,13 +189,13 @@ class Worker:
                 longest = longest_rows(data, self.options.deterministic)
                 trainer.token_budget = max(trainer.token_budget, 2 * longest)
             trainer.attach(coming.spec, data, resume=True, record=JobRecord(name), tokenizer=self._tokenizer)
-        except StateError as error:  # its folder is still held by a process that is on its way out
-            log.warning("job %s: %s", name, error)
-            if time.monotonic() - coming.since_s < 60.0:
-                self._coming[name] = coming
-                return
-            self._end(name, attempt, error)
-        except (TloraError, OSError) as error:
+        except StateError as error:  # its folder is still held by a process that is cut off, or on its way out
+            if not coming.is_held:
+                log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
+            coming.is_held = True
+            self._coming[name] = coming
+            return
+        except (TloraError, OSError, RuntimeError) as error:  # out of memory is one of the last
             self._end(name, attempt, error)
         else:
             self._attempts[name], self._saved_s[name] = attempt, time.monotonic()
@@ -209,10 +212,11 @@ class Worker:
         self._tick_s = tick.seconds
         self._note(tick.ended)
         now_s = time.monotonic()
-        for name, job in trainer.jobs.items():
+        for name, job in list(trainer.jobs.items()):
             if job.is_settled and now_s - self._saved_s[name] >= self.options.save_every_s:
                 self._saved_s[name] = now_s
                 trainer.save(name)
+        self._note(trainer.take_ended())
 
     def _note(self, ended: tuple[ResidentJob, ...]) -> None:
         for job in ended:
@@ -220,19 +224,21 @@ class Worker:
             self.mailbox.changed.set()
 
     def _shrink(self, trainer: Trainer, error: torch.OutOfMemoryError) -> None:
-        """Half the token budget, and the steps in flight once more; a job whose longest sequence does not fit fails."""
+        """Half the token budget, and the steps in flight once more. Where the longest sequence has a tick to itself
+        already, its job fails."""
         if trainer.supermodel.device.type == "cuda":
             torch.cuda.empty_cache()
         trainer.replay()
-        trainer.token_budget //= 2
-        log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
-        for name, job in list(trainer.jobs.items()):
-            longest = longest_rows(job.data, job.per_sequence)
-            if longest > trainer.token_budget:
-                attempt = self._attempts.pop(name)
-                trainer.detach(name)
-                text = f"out of memory in a tick of {2 * trainer.token_budget} rows; its longest sequence has {longest}"
-                self._end(name, attempt, JobError(f"{text}. Lower data.max_length. ({error})"))
+        lengths = {name: longest_rows(job.data, job.per_sequence) for name, job in trainer.jobs.items()}
+        name = max(lengths, key=lambda name: lengths[name])
+        before, trainer.token_budget = trainer.token_budget, max(trainer.token_budget // 2, lengths[name])
+        if trainer.token_budget < before:
+            log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
+            return
+        attempt = self._attempts.pop(name)
+        trainer.detach(name)
+        text = f"out of memory in a tick of {before} rows, the length of its longest sequence"
+        self._end(name, attempt, JobError(f"{text}. Lower data.max_length. ({error})"))
 
     def _end(self, name: str, attempt: int, error: Exception) -> None:
         reason = str(error).removeprefix(f"job {name}: ")

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from tlora.errors import SpecError, TloraError
+from tlora.errors import SpecError, StateError, TloraError
 
 app = typer.Typer(
     help="Train many LoRA jobs at once over one frozen model, each exactly as it would train alone.",
@@ -157,6 +157,7 @@ def up(
     with _quiet():
         if "RAY_ADDRESS" not in os.environ:
             local_cluster.start()
+        local_cluster.prepare_authentication()
         import ray
 
         from tlora.actors.scheduler import connect
@@ -184,13 +185,13 @@ def submit(
         console.print(f"checking {len(specs)} job(s) …", highlight=False)
         prepare(specs)
         client = Client()
-        specs = [spec.model_copy(update={"output": str(spec.folder.absolute())}) for spec in specs]
         new = client.submit(specs)
         names = [spec.name for spec in specs]
         console.print(f"{len(new)} new job(s), {len(names) - len(new)} known already", highlight=False)
         if not (wait or attached):
             return
-        with _stop_on_signal() as stopped, LiveRows(console) as table:
+        leaving = "cancelling the jobs, saved" if attached else "leaving; the jobs run on"
+        with _stop_on_signal(leaving) as stopped, LiveRows(console) as table:
 
             def watch(rows: "list[dict[str, object]]") -> None:
                 table.show(rows)
@@ -200,8 +201,9 @@ def submit(
             try:
                 rows = client.wait(names, watch)
             except KeyboardInterrupt:
-                if attached:
-                    client.cancel(names, keep=True)
+                for row in client.status(names) if attached else ():
+                    with suppress(StateError):  # it has ended meanwhile
+                        client.cancel([row["name"]], keep=True)
                 raise
     raise typer.Exit(0 if all(row["state"] == "finished" for row in rows) else 1)
 
@@ -235,7 +237,7 @@ def top() -> None:
         from tlora.console import LiveRows, Screen
 
         client = Client()
-        with _stop_on_signal() as stopped, LiveRows(Screen()) as table:
+        with _stop_on_signal("leaving") as stopped, LiveRows(Screen()) as table:
             while not stopped:
                 table.show(client.status())
                 time.sleep(0.5)
@@ -255,14 +257,14 @@ def logs(
         from tlora.job import State
 
         client, after = Client(), 0
-        client.status([name])
         while True:
+            has_ended = State(client.status([name])[0]["state"]).is_terminal
             events = client.events(after, name)
             for event in events:
                 when = datetime.fromtimestamp(event["time_s"]).isoformat(" ", "seconds")
                 typer.echo(f"{when} {name} {event['state']} {event['reason']}".rstrip())
                 after = event["number"]
-            if not follow or (not events and State(client.status([name])[0]["state"]).is_terminal):
+            if not follow or (not events and has_ended):
                 return
             time.sleep(0.5)
 
@@ -305,12 +307,9 @@ def fork(
 ) -> None:
     """Submit a job like another, with changes, from its newest adapter."""
     with _quiet():
-        import yaml
-
         from tlora.client import Client
 
-        changes = dict(text.split("=", 1) for text in overrides if "=" in text)
-        Client().fork(name, new, {key: yaml.safe_load(value) for key, value in changes.items()})
+        Client().fork(name, new, overrides)
 
 
 @app.command()
@@ -320,9 +319,11 @@ def down() -> None:
         from tlora import local_cluster
         from tlora.client import Client
 
-        Client().down()
-        if "RAY_ADDRESS" not in os.environ:
-            local_cluster.stop()
+        try:
+            Client().down()
+        finally:
+            if "RAY_ADDRESS" not in os.environ:
+                local_cluster.stop()
 
 
 def _load(paths: list[Path], overrides: list[str]) -> "list[JobSpec]":  # type: ignore[name-defined]  # noqa: F821
@@ -379,8 +380,10 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _stop_on_signal() -> Iterator[list[int]]:
-    """Collect the first Ctrl-C or SIGTERM in the list that is yielded; a second one interrupts."""
+def _stop_on_signal(
+    text: str = "saving and pausing after this tick; once more to end at once",
+) -> Iterator[list[int]]:
+    """Collect the first Ctrl-C or SIGTERM in the list that is yielded, and say so; a second one interrupts."""
     stopped: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -388,7 +391,7 @@ def _stop_on_signal() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         stopped.append(number)
         with suppress(OSError):  # by descriptor: the signal may have come amid a write to the stream
-            os.write(2, b"\nsaving and pausing after this tick; once more to end at once\n")
+            os.write(2, f"\n{text}\n".encode())
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -10,13 +10,14 @@ Jobs run on when their client is gone. Calls are idempotent; one that the schedu
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tlora
 from tlora.errors import ClusterError, TloraError
 from tlora.job import State
-from tlora.local_cluster import address
-from tlora.spec import JobSpec, parse_job
+from tlora.local_cluster import address, prepare_authentication
+from tlora.spec import JobSpec, override, parse_job
 
 Row = dict[str, Any]
 _POLL_S = 0.5
@@ -31,6 +32,7 @@ class Client:
         from tlora.actors.scheduler import connect
 
         if not ray.is_initialized():
+            prepare_authentication()
             try:
                 ray.init(
                     address=where or address(), namespace="tlora", log_to_driver=False, logging_level=logging.ERROR
@@ -52,7 +54,7 @@ class Client:
     def submit(self, specs: Sequence[JobSpec]) -> list[str]:
         """Admit jobs, all or none; returns the names of those that are new. Raises StateError for a name that has been
         taken by other content."""
-        new: list[str] = self._call("submit", [spec.model_dump(mode="json") for spec in specs])
+        new: list[str] = self._call("submit", [absolute(spec).model_dump(mode="json") for spec in specs])
         return new
 
     def status(self, names: Sequence[str] | None = None) -> list[Row]:
@@ -82,17 +84,13 @@ class Client:
         """End jobs; `keep` saves their exact state first."""
         self._call("cancel", names, keep)
 
-    def fork(self, name: str, new: str, changes: dict[str, Any] | None = None) -> str:
-        """Submit a job like `name` under a new name, with some of its fields changed (dotted keys), from its newest
-        adapter."""
+    def fork(self, name: str, new: str, changes: Sequence[str] = ()) -> str:
+        """Submit a job like `name` under a new name, with changes (`dotted.key=value`), from its newest adapter."""
         (row,) = self.status([name])
-        values = self._call("spec", name)
-        values = {**values, "name": new, "output": f"{row['output'].removesuffix(name)}{new}"}
-        start = {"adapter.init_from": str(self._call("newest_adapter", name))}
-        for key, value in {**start, **(changes or {})}.items():
-            section, _, field = key.rpartition(".")
-            target = values[section] if section else values
-            target[field] = value
+        values = {**self._call("spec", name), "name": new, "output": f"{row['output'].removesuffix(name)}{new}"}
+        values["adapter"]["init_from"] = str(self._call("newest_adapter", name))
+        for change in changes:
+            override(values, change)
         self.submit([parse_job(values)])
         return new
 
@@ -128,3 +126,21 @@ class Client:
             except ray.exceptions.RayActorError as error:
                 raise ClusterError(f"the scheduler is gone: {error}. Run `tlora up`.") from None
         raise ClusterError("the scheduler does not come back. See `ray status`, and run `tlora up`.")
+
+
+def absolute(spec: JobSpec) -> JobSpec:
+    """With the files it names as they are found from here: a worker has another folder. A relative output stays: it
+    lies below the cluster's storage."""
+
+    def found(text: str | None) -> str | None:
+        return str(Path(text).absolute()) if text and Path(text).exists() else text
+
+    return spec.model_copy(
+        update={
+            "base": spec.base.model_copy(update={"model": found(spec.base.model)}),
+            "data": spec.data.model_copy(
+                update={"path": found(spec.data.path), "eval_path": found(spec.data.eval_path)}
+            ),
+            "adapter": spec.adapter.model_copy(update={"init_from": found(spec.adapter.init_from)}),
+        }
+    )

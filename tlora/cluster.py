@@ -41,18 +41,19 @@ class ClusterSpec(Spec):
 
 
 def load_cluster(path: Path | None, overrides: Sequence[str] = ()) -> ClusterSpec:
-    """Read settings from YAML, `overrides` as in `load_job`. Without a file: CPU workers where there is no GPU, and all
-    that is kept below the folder the command is given in. Raises SpecError."""
-    values: dict[str, Any] = {"storage": str(Path("outputs").absolute())}
+    """Read settings from YAML, `overrides` as in `load_job`. Without a file: CPU workers where this machine has no GPU,
+    and the folder that the command is given in as the storage. Raises SpecError."""
+    values: dict[str, Any] = {"storage": ".", "gpus_per_worker": int(Path("/dev/nvidiactl").exists())}
     if path is not None:
         values = read_yaml(path, overrides, "a mapping with at least 'storage'")
     else:
         for text in overrides:
             override(values, text)
     try:
-        return ClusterSpec.model_validate(values)
+        spec = ClusterSpec.model_validate(values)
     except ValidationError as error:
         lines = (
             f"{path or 'cluster'}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}." for fault in error.errors()
         )
         raise SpecError("\n".join(lines)) from None
+    return spec if "://" in spec.storage else spec.model_copy(update={"storage": str(Path(spec.storage).absolute())})

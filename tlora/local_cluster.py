@@ -5,6 +5,7 @@ It is one process (`ray start --block`) in a session of its own, known by a file
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -30,19 +31,28 @@ def address() -> str:
     return str(known["address"]) if known else "auto"
 
 
-def is_running() -> bool:
-    return _read() is not None
+def prepare_authentication() -> None:
+    """For a local cluster, token authentication, with a token of this user's own; elsewhere as its owner has set it."""
+    if "RAY_ADDRESS" in os.environ or "RAY_AUTH_MODE" in os.environ:
+        return
+    token = Path.home() / ".ray" / "auth_token"
+    if not token.exists():
+        token.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def start(port: int = 6399) -> str:
     """Start it, unless it runs; returns its address."""
     if known := _read():
         return str(known["address"])
+    prepare_authentication()
     path = _file()
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.with_suffix(".log")
     command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block",
-               f"--port={port}", "--include-dashboard=false", "--disable-usage-stats",
+               f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
                f"--temp-dir={path.parent / 'ray'}"]  # fmt: skip
     environment = {**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     with log.open("w") as out:
@@ -50,6 +60,7 @@ def start(port: int = 6399) -> str:
     deadline_s = time.monotonic() + _START_S
     while "Ray runtime started" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline_s:
+            process.terminate()
             raise ClusterError(f"Ray did not start on this machine; its last words are in {log}.")
         time.sleep(0.2)
     path.write_text(json.dumps({"pid": process.pid, "address": f"127.0.0.1:{port}"}))

@@ -105,10 +105,11 @@ def schedule(state: ClusterState, now_s: float) -> Plan:
     )
     wanted = {job.base for job in state.waiting}
     leaves = dict(_spare_workers(state, wanted, now_s))
-    emptied = {group.name for group in state.groups if len(leaves.get(group.name, ())) == group.size}
+    emptied = {group.name for group in state.groups if group.workers and _remaining(group, leaves) == 0}
     idle = frozenset({*_idle_groups(state, wanted, now_s), *emptied})
     leaves = {name: workers for name, workers in leaves.items() if name not in idle}
-    sizes = {**plan.sizes, **{name: _size(state, name) - len(workers) for name, workers in leaves.items()}}
+    smaller = {group.name: _remaining(group, leaves) for group in state.groups if group.name in leaves}
+    sizes = {**plan.sizes, **smaller}
     return Plan(plan.places, freed, sizes, leaves, plan.starts, idle, plan.reasons)
 
 
@@ -156,5 +157,7 @@ def _spare_workers(state: ClusterState, wanted: set[str], now_s: float) -> Itera
             yield group.name, frozenset(gone)
 
 
-def _size(state: ClusterState, name: str) -> int:
-    return next(group.size for group in state.groups if group.name == name)
+def _remaining(group: Group, leaves: dict[str, frozenset[str]]) -> int:
+    """A group's size once these have left: those that stay, and those that are still to come."""
+    gone = len(leaves.get(group.name, ()))
+    return max(group.size, len(group.workers)) - gone

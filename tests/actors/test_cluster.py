@@ -130,5 +130,5 @@ def test_jobs_outlive_their_scheduler_and_its_cluster_state(client: Client, tmp_
     assert again.wait(["long"])[0]["state"] == State.FINISHED
     assert again.status(["long"])[0]["attempt"] == 2
     assert toy.equals_alone(spec)
-    assert again.fork("long", "child", {"steps": 1}) == "child"
+    assert again.fork("long", "child", ["steps=1"]) == "child"
     assert again.wait(["child"])[0]["state"] == State.FINISHED

@@ -45,6 +45,12 @@ class Desk:
         plan = schedule(self.roster.cluster_state(self.now_s), self.now_s)
         self.roster.take_places(plan, self.now_s)
 
+    def wait(self, seconds: float) -> None:
+        """As a scheduler waits, looking every half second."""
+        for _ in range(int(2 * seconds)):
+            self.now_s += 0.5
+            self.roster.lose_silent(self.now_s)
+
     def states(self) -> dict[str, str]:
         return {row["name"]: row["state"] for row in self.roster.status()}
 
@@ -151,11 +157,9 @@ def test_unknown_jobs_are_named(desk: Desk) -> None:
 
 def test_a_silent_worker_is_lost_and_its_jobs_wait_again(desk: Desk, running: FakeWorker) -> None:
     desk.roster.cancel(["b"], desk.now_s)
-    desk.now_s += 9.0
-    desk.roster.lose_silent(desk.now_s)
+    desk.wait(9.0)
     assert desk.states()["a"] == "running"
-    desk.now_s += 2.0
-    desk.roster.lose_silent(desk.now_s)
+    desk.wait(2.0)
     assert desk.states() == {"a": "queued", "b": "cancelled"}
     other = FakeWorker(desk, "v", rank=1)
     other.say()
@@ -164,8 +168,7 @@ def test_a_silent_worker_is_lost_and_its_jobs_wait_again(desk: Desk, running: Fa
 
 
 def test_a_worker_that_comes_back_gives_up_what_has_gone_elsewhere(desk: Desk, running: FakeWorker) -> None:
-    desk.now_s += 20.0
-    desk.roster.lose_silent(desk.now_s)
+    desk.wait(20.0)
     other = FakeWorker(desk, "v", rank=1)
     other.say()
     desk.plan()
@@ -194,10 +197,9 @@ def test_places_of_workers_that_never_come_back_are_lost(desk: Desk, running: Fa
     desk.journal.close()
     desk.now_s += 60.0
     desk.open()
-    desk.roster.lose_silent(desk.now_s)
+    desk.wait(1.0)
     assert desk.states()["a"] == "running"
-    desk.now_s += 11.0
-    desk.roster.lose_silent(desk.now_s)
+    desk.wait(10.0)
     assert desk.states() == {"a": "queued", "b": "queued"}
 
 
@@ -233,3 +235,25 @@ def test_a_dismissed_worker_is_told_to_end_and_counts_no_more(desk: Desk) -> Non
     desk.roster.dismiss("w")
     assert worker.say().stop
     assert not desk.roster.workers
+
+
+def test_a_scheduler_that_slept_blames_nobody(desk: Desk, running: FakeWorker) -> None:
+    desk.wait(1.0)
+    desk.now_s += 3600.0
+    desk.wait(5.0)
+    assert desk.states()["a"] == "running"
+
+
+def test_outputs_do_not_lie_in_one_another(desk: Desk) -> None:
+    desk.submit("a")
+    for output in ("out/a", "out/a/best", "out"):
+        with pytest.raises(StateError, match=r"lies in that of job a, or holds it"):
+            desk.roster.submit([spec_of("b", output=output)], 1.0)
+    desk.roster.submit([spec_of("b", output="out/b")], 1.0)
+    assert desk.roster.entry("b").spec["output"] == f"{STORAGE}/out/b"
+
+
+def test_a_job_that_is_being_cancelled_cannot_be_paused(desk: Desk, running: FakeWorker) -> None:
+    desk.roster.cancel(["a"], desk.now_s)
+    with pytest.raises(StateError, match="job a is being cancelled"):
+        desk.roster.pause(["a"], desk.now_s)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
 from tlora.actors.worker import Worker
-from tlora.checkpoint import STATE, read_meta
+from tlora.checkpoint import STATE, JobFolder, read_meta
 from tlora.job import State
 from tlora.local import RunOptions, prepare, train
 from tlora.spec import JobSpec
@@ -145,6 +145,38 @@ def test_residents_are_saved_by_the_clock(tmp_path: Path) -> None:
     assert read_meta(spec.folder)["step"] >= 2
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_save_by_the_clock_that_fails_ends_one_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    desk = Desk(tmp_path, save_every_s=1e-3)
+    specs = [toy.named_job(tmp_path, f"a{n}", steps=20, save_every=50) for n in range(count)]
+    save = Trainer._save
+
+    def fail(trainer: Trainer, job: Any) -> None:
+        if job.name == "a0":
+            raise OSError("disk full")
+        save(trainer, job)
+
+    monkeypatch.setattr(Trainer, "_save", fail)
+    desk.order(*specs)
+    assert "disk full" in desk.ends("a0").reason
+    if count == 2:
+        assert desk.ends("a1").state is State.FINISHED
+
+
+def test_a_folder_that_another_process_holds_is_waited_for(desk: Desk) -> None:
+    spec = toy.named_job(desk.folder, "a", steps=1)
+    folder = JobFolder(spec.folder)
+    folder.open()
+    desk.order(spec)
+    for _ in range(50):
+        desk.worker.step()
+    assert desk.worker.mailbox.report().jobs["a"].state is State.ATTACHING
+    folder.close()
+    assert desk.ends("a").state is State.FINISHED
+
+
 def test_told_to_stop_it_saves_and_ends(desk: Desk) -> None:
     spec = toy.named_job(desk.folder, "a", steps=500, save_every=500)
     asked = threading.Event()
@@ -189,4 +221,4 @@ def test_a_job_too_large_alone_fails_with_the_numbers(tmp_path: Path, monkeypatc
     desk.order(spec)
     ended = desk.ends("a")
     assert ended.state is State.FAILED
-    assert "out of memory in a tick of 32 rows; its longest sequence has 32" in ended.reason
+    assert "out of memory in a tick of 32 rows, the length of its longest sequence" in ended.reason

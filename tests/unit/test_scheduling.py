@@ -97,6 +97,15 @@ def test_a_group_whose_workers_all_leave_ends() -> None:
     assert not plan.sizes
 
 
+def test_a_worker_too_many_does_not_end_the_others() -> None:
+    """One was replaced while it was let go, so that more are there than were asked for."""
+    busy = group(worker("u", "a"), worker("v", leaving=True), size=1)
+    plan = schedule(state(busy), 0.0)
+    assert plan.leaves == {"g": {"v"}}
+    assert plan.sizes == {"g": 1}
+    assert not plan.stops
+
+
 @pytest.mark.parametrize(("now_s", "ends"), [(59.0, False), (61.0, True)])
 def test_an_idle_group_ends_in_time(now_s: float, ends: bool) -> None:
     idle = state(group(worker("u"), idle_since_s=0.0))
