@@ -40,12 +40,13 @@ def main() -> None:
 
 def connect() -> Client:
     """To the cluster of this machine, started if it does not run."""
+    where = local_cluster.start()  # before Ray is imported, which reads the token's mode then
     import ray
 
     from tlora.actors.scheduler import connect
     from tlora.cluster import load_cluster
 
-    ray.init(address=local_cluster.start(), namespace="tlora", log_to_driver=False)
+    ray.init(address=where, namespace="tlora", log_to_driver=False)
     connect(load_cluster(None, ["gpus_per_worker=0", "max_workers=1"]))
     return Client()
 

@@ -157,7 +157,7 @@ def up(
     with _quiet():
         if "RAY_ADDRESS" not in os.environ:
             local_cluster.start()
-        local_cluster.prepare_authentication()
+        local_cluster.authenticate()
         import ray
 
         from tlora.actors.scheduler import connect

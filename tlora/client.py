@@ -16,7 +16,7 @@ from typing import Any
 import tlora
 from tlora.errors import ClusterError, TloraError
 from tlora.job import State
-from tlora.local_cluster import address, prepare_authentication
+from tlora.local_cluster import address, authenticate
 from tlora.spec import JobSpec, override, parse_job
 
 Row = dict[str, Any]
@@ -27,12 +27,12 @@ class Client:
     """A connection to the scheduler of one cluster. Raises ClusterError if there is none, or one of another version."""
 
     def __init__(self, where: str | None = None):
+        authenticate()
         import ray
 
         from tlora.actors.scheduler import connect
 
         if not ray.is_initialized():
-            prepare_authentication()
             try:
                 ray.init(
                     address=where or address(), namespace="tlora", log_to_driver=False, logging_level=logging.ERROR

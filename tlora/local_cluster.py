@@ -31,9 +31,15 @@ def address() -> str:
     return str(known["address"]) if known else "auto"
 
 
-def prepare_authentication() -> None:
-    """For a local cluster, token authentication, with a token of this user's own; elsewhere as its owner has set it."""
-    if "RAY_ADDRESS" in os.environ or "RAY_AUTH_MODE" in os.environ:
+def authenticate() -> None:
+    """Before Ray is imported: the local cluster wants the token that it was started with."""
+    if "RAY_ADDRESS" not in os.environ and _read():
+        _use_token()
+
+
+def _use_token() -> None:
+    """Token authentication, unless its mode is set, with a token of this user's own."""
+    if "RAY_AUTH_MODE" in os.environ:
         return
     token = Path.home() / ".ray" / "auth_token"
     if not token.exists():
@@ -47,7 +53,7 @@ def start(port: int = 6399) -> str:
     """Start it, unless it runs; returns its address."""
     if known := _read():
         return str(known["address"])
-    prepare_authentication()
+    _use_token()
     path = _file()
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.with_suffix(".log")
