@@ -191,11 +191,9 @@ class Roster:
         mine = [entry for entry in self.jobs.values() if entry.place == seen.report.worker]
         jobs = {entry.name: Order(entry.spec, entry.attempt) for entry in mine if not entry.wish}
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
-        group = self.groups.get(seen.report.group)
-        stop = group is not None and group.size == 0
         before = seen.orders
-        if before is None or (jobs, drop, stop) != (before.jobs, before.drop, before.stop):
-            seen.orders = Orders(1 + max(seen.report.heard, before.number if before else 0), jobs, drop, stop)
+        if before is None or (jobs, drop) != (before.jobs, before.drop):
+            seen.orders = Orders(1 + max(seen.report.heard, before.number if before else 0), jobs, drop)
         assert seen.orders is not None
         return seen.orders
 

@@ -61,6 +61,9 @@ class Scheduler:
     def version(self) -> str:
         return tlora.__version__
 
+    def settings(self) -> dict[str, Any]:
+        return self._spec.model_dump()
+
     def process_id(self) -> int:
         return os.getpid()
 

@@ -163,7 +163,9 @@ def up(
         from tlora.actors.scheduler import connect
 
         ray.init(address=local_cluster.address(), namespace="tlora", log_to_driver=False, logging_level=logging.ERROR)
-        connect(spec)
+        theirs, ours = ray.get(connect(spec).settings.remote()), spec.model_dump()
+        if other := [f"{key}: {theirs.get(key)!r}" for key in ours if theirs.get(key) != ours[key]]:
+            typer.echo(f"it was up already, with {', '.join(other)}. `tlora down` first, for other settings.")
         typer.echo(f"the scheduler is up at {local_cluster.address()}; `tlora submit jobs/*.yaml` sends jobs.")
 
 

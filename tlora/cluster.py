@@ -37,7 +37,7 @@ class ClusterSpec(Spec):
     stuck_after_s: Positive = 1800.0
     """A worker whose tick, or base's loading, takes so long ends itself, and is replaced."""
     resize: Literal["in_place", "restart"] = "in_place"
-    """`restart`: a group that changes its size is started anew, by Ray Train's public interface alone."""
+    """`restart`: a group that changes its size is started anew, as Ray Train does it by itself."""
 
 
 def load_cluster(path: Path | None, overrides: Sequence[str] = ()) -> ClusterSpec:

@@ -1,7 +1,7 @@
 """Who trains where: a pure function from what is known to what is to be done. No torch, no Ray, no clock.
 
-Called by the scheduler actor with the live state and by the simulator with a replayed one. This is the simple policy:
-jobs in the order of their submission, each on the least loaded worker of its base that has room.
+Called by the scheduler actor. This is the simple policy: jobs in the order of their submission, each on the least
+loaded worker of its base that has room.
 """
 
 from collections.abc import Iterator

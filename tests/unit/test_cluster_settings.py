@@ -1,0 +1,67 @@
+"""Settings of a cluster, and the token of a local one."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tlora import local_cluster
+from tlora.cluster import load_cluster
+from tlora.errors import SpecError
+
+
+def test_without_a_file_it_is_this_machine_and_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = load_cluster(None, ["max_workers=3"])
+    assert (spec.storage, spec.max_workers) == (str(tmp_path), 3)
+    assert spec.gpus_per_worker == int(Path("/dev/nvidiactl").exists())
+
+
+def test_a_file_is_read_and_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("storage: s3://bucket/x\ngpus_per_worker: 0\n")
+    spec = load_cluster(path, ["idle_s=5"])
+    assert (spec.storage, spec.gpus_per_worker, spec.idle_s) == ("s3://bucket/x", 0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_workers: 2\n", "storage: Field required"),
+        ("storage: x\nworkers: 2\n", "workers: Extra inputs are not permitted"),
+        ("storage: x\ngpus_per_worker: 4\n", "gpus_per_worker: Input should be less than or equal to 1"),
+        ("storage: x\nresize: sometimes\n", "resize: Input should be 'in_place' or 'restart'"),
+    ],
+)
+def test_faults_are_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError) as raised:
+        load_cluster(path)
+    assert str(raised.value).startswith(str(path))
+    assert says in str(raised.value)
+
+
+def test_a_local_cluster_has_a_token_that_only_its_user_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    local_cluster._use_token()
+    token = tmp_path / ".ray" / "auth_token"
+    text = token.read_text()
+    assert len(text) == 64
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    local_cluster._use_token()
+    assert (token.read_text(), os.environ["RAY_AUTH_MODE"]) == (text, "disabled")
+
+
+def test_a_process_that_has_gone_is_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLORA_HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "local_cluster.json").write_text('{"pid": 4194303, "address": "127.0.0.1:1"}')
+    assert local_cluster.address() == "auto"
+    (tmp_path / "local_cluster.json").write_text(f'{{"pid": {os.getpid()}, "address": "127.0.0.1:1"}}')
+    assert local_cluster.address() == "127.0.0.1:1"
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
+    assert local_cluster.address() == "elsewhere:1"
