@@ -2,8 +2,8 @@
 
 Workers of a replicated base share no collective, so each is a replica group of one. `_Workers` adds and lets go of
 single workers, each in a placement group of its own, while the others go on: so a group changes its size, and so one
-that fails is replaced. The controller is a named, detached actor, so that the scheduler's
-death stops nothing. With `resize: restart` a new size is a new start, by Ray Train's own code.
+that fails is replaced. The controller is a named, detached actor, so that the scheduler's death stops nothing. With
+`resize: restart` a new size is a new start, by Ray Train's own code.
 """
 
 import copy

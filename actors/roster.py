@@ -72,6 +72,7 @@ class Roster:
         for spec in map(self._placed, specs):
             if other := _nested(spec, taken):
                 faults.append(f"job {spec.name}: output {spec.output} lies in that of job {other}, or holds it.")
+            taken[spec.output] = spec.name
             if not self._is_ours(spec.folder):
                 faults.append(
                     f"job {spec.name}: output {spec.output} lies outside of the cluster's storage, {self.spec.storage}."
@@ -244,7 +245,7 @@ class Roster:
     def _worker(self, name: str, seen: _Seen, now_s: float, draining: Collection[str]) -> scheduling.Worker:
         jobs = frozenset(entry.name for entry in self.jobs.values() if entry.place == name)
         seen.idle_since_s = None if jobs else (seen.idle_since_s or now_s)
-        return scheduling.Worker(name, seen.report.group, jobs, seen.report.node in draining, seen.idle_since_s)
+        return scheduling.Worker(name, jobs, seen.report.node in draining, seen.idle_since_s)
 
     def take_places(self, plan: Plan, now_s: float) -> None:
         """Write down a plan's places and moves; workers learn of them when they next ask."""

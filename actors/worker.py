@@ -31,7 +31,7 @@ from tlora.trainer import Trainer, TrainerOptions
 log = logging.getLogger("tlora")
 _EXCHANGE_S = 0.2
 _IDLE_S = 0.02
-
+_AGAIN_S = 1.0
 
 Exchange = Callable[[Report], Orders | None]
 """Send a report; the newest orders, or None while the scheduler is away."""
@@ -71,8 +71,8 @@ class _Coming:
     order: Order
     spec: JobSpec
     data: "Future[JobData]"
-    is_held: bool = False
-    """Its folder was found held by another process."""
+    held_s: float = -math.inf
+    """When its folder was last found held by another process."""
 
 
 class Worker:
@@ -152,7 +152,7 @@ class Worker:
             if name not in self._ended and name not in self._coming and name not in residents:
                 self._read(name, order)
         for name, coming in list(self._coming.items()):
-            if coming.data.done():
+            if coming.data.done() and time.monotonic() - coming.held_s > _AGAIN_S:
                 self._attach(name, self._coming.pop(name))
         return not self._coming
 
@@ -190,9 +190,9 @@ class Worker:
                 trainer.token_budget = max(trainer.token_budget, 2 * longest)
             trainer.attach(coming.spec, data, resume=True, record=JobRecord(name), tokenizer=self._tokenizer)
         except StateError as error:  # its folder is still held by a process that is cut off, or on its way out
-            if not coming.is_held:
+            if math.isinf(coming.held_s):
                 log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
-            coming.is_held = True
+            coming.held_s = time.monotonic()
             self._coming[name] = coming
             return
         except (TloraError, OSError, RuntimeError) as error:  # out of memory is one of the last

@@ -23,7 +23,6 @@ class Worker:
     """One GPU process of a group."""
 
     name: str
-    group: str
     jobs: frozenset[str]
     is_leaving: bool = False
     """Its node is drained: it gets no job, and gives up those it has."""

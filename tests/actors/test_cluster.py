@@ -81,7 +81,6 @@ def test_whatever_is_killed_each_job_ends_as_it_would_have_alone(client: Client,
     toy.until(lambda: client.status(["job1"])[0]["state"] == State.PAUSED)
     toy.until(lambda: len(client.workers()) == 2 and first["pid"] not in {worker["pid"] for worker in client.workers()})
     assert second["pid"] in {worker["pid"] for worker in client.workers()}
-    assert all(worker["base_loads"] <= 1 for worker in client.workers())
     client.resume(["job1"])
 
     rows = client.wait([spec.name for spec in specs])

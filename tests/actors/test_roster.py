@@ -249,6 +249,8 @@ def test_outputs_do_not_lie_in_one_another(desk: Desk) -> None:
     for output in ("out/a", "out/a/best", "out"):
         with pytest.raises(StateError, match=r"lies in that of job a, or holds it"):
             desk.roster.submit([spec_of("b", output=output)], 1.0)
+    with pytest.raises(StateError, match=r"job c: .* lies in that of job b"):
+        desk.roster.submit([spec_of("b", output="out/b"), spec_of("c", output="out/b/best")], 1.0)
     desk.roster.submit([spec_of("b", output="out/b")], 1.0)
     assert desk.roster.entry("b").spec["output"] == f"{STORAGE}/out/b"
 

@@ -11,8 +11,8 @@ def job(name: str, base: str = "b", at_s: float = 0.0) -> WaitingJob:
     return WaitingJob(name, base, at_s)
 
 
-def worker(name: str, *jobs: str, group: str = "g", leaving: bool = False) -> Worker:
-    return Worker(name, group, frozenset(jobs), leaving)
+def worker(name: str, *jobs: str, leaving: bool = False) -> Worker:
+    return Worker(name, frozenset(jobs), leaving)
 
 
 def group(
