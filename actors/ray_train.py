@@ -116,7 +116,7 @@ class _Workers(WorkerGroup):
         """Start a worker in each of these placement groups, which are ready; the others go on meanwhile."""
         state, context = self._worker_group_state, self._worker_group_context
         seats = state.placement_group_handle.groups
-        first_rank = 1 + max(worker.distributed_context.world_rank for worker in state.workers)
+        first_rank = 1 + max((worker.distributed_context.world_rank for worker in state.workers), default=-1)
         indices = list(range(len(seats), len(seats) + len(groups)))
         seats += groups
         try:
@@ -125,9 +125,7 @@ class _Workers(WorkerGroup):
             )
             self._init_train_context(workers, state.sync_actor)
             ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in workers])
-        except (
-            Exception
-        ) as error:  # of the new ones alone: they go with their placement groups, and are asked for again
+        except Exception as error:  # of the new ones alone: they go, and others are asked for
             log.warning("group=%s new workers did not start: %s", self._train_run_context.run_config.name, error)
             for group in groups:
                 remove_placement_group(group)
@@ -137,8 +135,8 @@ class _Workers(WorkerGroup):
     def failed(self) -> list[Worker]:
         """Workers of which the last poll found an error."""
         status = self.get_latest_poll_status()
-        statuses = status.worker_statuses if status else {}
-        return [worker for index, worker in enumerate(self.get_workers()) if statuses[index].error is not None]
+        wrong = {index for index, each in status.worker_statuses.items() if each.error} if status else set()
+        return [worker for index, worker in enumerate(self.get_workers()) if index in wrong]
 
     def let_go(self, leaving: list[Worker]) -> None:
         """End these workers, and free what they held."""
