@@ -13,6 +13,7 @@ import gc
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -129,6 +130,49 @@ def in_turn(runs: dict[str, Callable[[], None]], rounds: int = 4) -> dict[str, f
     for run in [*runs.values()] * 3:
         run()
     return results.medians_ms(runs, calls=1, rounds=rounds, graphed=False)
+
+
+KINDS = {
+    "element-wise": ("triton_",),
+    "thin products": ("project", "gradient_a", "gradient_b", "sum_slabs", "fold_sums"),
+    "mixed products": ("fused", "expand"),
+    "attention": ("flash", "fmha", "sdpa"),
+    "plain products": ("nvjet", "gemm", "cutlass", "splitK"),
+    "loss": ("_cross_entropy",),
+    "optimizer": ("_sum_squares", "_step"),
+}
+"""What kernels are, by the first part of a name that they have."""
+
+
+def breakdown(bench: Bench) -> None:
+    """Where a step's time goes: its kernels by kind, of the full step, without adapters, and of the floor."""
+    for length in (1024, 2048):
+        bench.place(())
+        floor = spent(bench.floor(8 * length))
+        frozen = spent(partial(bench.step, range(8), length))
+        bench.place(RANKS)
+        full = spent(partial(bench.step, range(8), length))
+        print(f"{bench.label(f'breakdown/8x{length}')}: ms of the step, frozen, floor")
+        for kind in sorted({*full, *frozen, *floor}, key=lambda kind: -full.get(kind, 0)):
+            print(f"  {kind:<16}" + "".join(f"{times.get(kind, 0):10.2f}" for times in (full, frozen, floor)))
+        free()
+
+
+def spent(run: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds of a call, by kind; `idle` is what the device waited between the first kernel and the last."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    times: dict[str, float] = defaultdict(float)
+    for event in events:
+        kind = next((kind for kind, names in KINDS.items() if any(name in event.name for name in names)), "other")
+        times[kind] += event.time_range.elapsed_us() / 1e3
+    span = max(event.time_range.end for event in events) - min(event.time_range.start for event in events)
+    return {**times, "idle": span / 1e3 - sum(times.values())}
 
 
 def free() -> None:
@@ -295,6 +339,7 @@ def write_profile(ticks: Sequence[dict[str, object]]) -> None:
 
 PARTS: dict[str, Callable[[Bench], None]] = {
     "step": steps,
+    "breakdown": breakdown,
     "own-solo": own_solo,
     "peft-eager": against_peft,
     "memory": memory,

@@ -120,3 +120,38 @@ def test_captured_ticks_train_the_same_adapter(tmp_path: Path, monkeypatch: pyte
         assert other.losses == pytest.approx(theirs.losses, rel=1e-2)
         assert toy.off(mine.gradient, theirs.gradient) < 5e-2
         assert toy.off(mine.master, theirs.master) < 5e-2
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU: set TLORA_TEST_DEVICE=cuda")
+def test_replayed_gradients_are_those_of_plain_ticks() -> None:
+    """The same adapters and rows, tick by tick: other tokens each time, and of the second job another part of rows."""
+    plain, ours = (toy.super_model(torch.bfloat16, compiled=compiled, captured=compiled) for compiled in (False, True))
+    states = [[resident(model, rank, seed) for seed, rank in enumerate((3, 20))] for model in (plain, ours)]
+    for tick in range(6):
+        slots = (0, 0, 1, 1) if tick % 2 else (0, 1, 1, 1)
+        items = [
+            Item(slot, tick, at, 0, 0.1, sequence)
+            for at, (slot, sequence) in enumerate(zip(slots, toy.sequences(4, tick, low=64, high=64), strict=True))
+        ]
+        for model in (plain, ours):
+            batch = pack(items, device=model.device, round_to=ours.row_multiple(256))
+            losses = model.train(batch)
+            assert torch.isfinite(losses).all()
+        for theirs, mine in zip(*states, strict=True):
+            assert theirs.grad.any()
+            assert toy.off(mine.grad, theirs.grad) < 3e-2
+            theirs.grad.zero_()
+            mine.grad.zero_()
+    assert ours._graphs._graphs
+    assert not plain._graphs._graphs
+
+
+def resident(model: SuperModel, rank: int, seed: int) -> AdapterState:
+    spec = AdapterSpec(rank=rank, targets="all-linear", dropout=0.1 * seed)
+    layout = model.outline.lay_out(spec)
+    state = AdapterState(layout, spec, seed=seed, device=model.device, dtype=model.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    state.master[layout.b_start :] = 0.02 * torch.randn(layout.size - layout.b_start, generator=generator)
+    state.publish()
+    model.place(state)
+    return state
