@@ -218,11 +218,11 @@ class Peft:
         self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-5)
 
-    def step(self, length: int, dropout: float = DROPOUT) -> None:
+    def step(self, length: int, dropout: float = DROPOUT, batch: int = 1) -> None:
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = dropout
-        ids = torch.from_numpy(sequence(length, 0).ids).long().cuda()[None]
+        ids = torch.from_numpy(sequence(length, 0).ids).long().cuda()[None].repeat(batch, 1)
         self.model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         self.optimizer.step()
@@ -307,8 +307,20 @@ def peak(run: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def profile(bench: Bench) -> Iterator[dict[str, object]]:
-    """Tick time and memory over tokens and rank sums: what the capacity model starts from."""
+def profile(bench: Bench) -> None:
+    """Tick time and memory over tokens and rank sums, and PEFT's steps: what the capacity model starts from."""
+    made_by = {"torch": str(torch.__version__), "commit": results.commit()}
+    path = results.folder() / "profile.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    made = {"ticks": [{**tick, **made_by} for tick in ticks(bench)], "peft": [{**it, **made_by} for it in peft(bench)]}
+    for part, new in made.items():
+        others = [it for it in kept.get(part, []) if it["base"] != bench.name]
+        kept[part] = [*others, *new]
+    path.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), **kept}, indent=1) + "\n")
+
+
+def ticks(bench: Bench) -> Iterator[dict[str, object]]:
+    """Of one job, of eight alike, and of mixed ones."""
     for ranks in ((16,), (16,) * 8, RANKS):
         bench.place(ranks)
         for length in (64, 128, 256, 512, 1024, 2048):
@@ -325,16 +337,25 @@ def profile(bench: Bench) -> Iterator[dict[str, object]]:
                 "tick_ms": round(times["tick"], 3),
                 "peak_bytes": peak(lambda length=length, jobs=jobs: bench.step(jobs, length)),
             }
+    free()
 
 
-def write_profile(ticks: Sequence[dict[str, object]]) -> None:
-    """Put them beside those of other bases, in the place of this base's."""
-    path = results.folder() / "profile.json"
-    kept = json.loads(path.read_text())["ticks"] if path.exists() else []
-    kept = [tick for tick in kept if tick["base"] not in {tick["base"] for tick in ticks}]
-    made_by = {"torch": str(torch.__version__), "commit": results.commit()}
-    ticks = [*kept, *({**tick, **made_by} for tick in ticks)]
-    path.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "ticks": ticks}, indent=1) + "\n")
+def peft(bench: Bench) -> Iterator[dict[str, object]]:
+    """Eager steps of one PEFT job of rank 16; `peak_bytes` with its own base, but not ours."""
+    ours = torch.cuda.memory_allocated()
+    one = Peft(bench.config)
+    for batch, length in ((1, 512), (1, 1024), (1, 2048), (4, 512), (8, 512), (4, 1024), (8, 1024), (4, 2048)):
+        step = partial(one.step, length, batch=batch)
+        yield {
+            "base": bench.name,
+            "batch": batch,
+            "length": length,
+            "tokens": batch * length,
+            "step_ms": round(in_turn({"step": step}, rounds=3)["step"], 3),
+            "peak_bytes": peak(step) - ours,
+        }
+    del one, step
+    free()
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {
@@ -343,7 +364,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "own-solo": own_solo,
     "peft-eager": against_peft,
     "memory": memory,
-    "profile": lambda bench: write_profile(list(profile(bench))),
+    "profile": profile,
     "deterministic": deterministic,
     "captured": captured,
     "peft-compiled": partial(against_peft, compiled=True),
