@@ -1,8 +1,8 @@
 """One GPU process of a group: a trainer, and a mailbox that is read between ticks.
 
-`train` is the function that Ray Train runs in it. A thread exchanges reports and orders with the scheduler; another
-reads the data of jobs that are to come, so that the residents' ticks go on meanwhile. A scheduler that is away stops
-nothing.
+`train` is the function that Ray Train runs in it. A thread exchanges reports and orders with the scheduler, another
+reads the data and the saved state of jobs that are to come, and the trainer's own writes what is saved, so that the
+residents' ticks go on meanwhile. A scheduler that is away stops nothing.
 """
 
 import logging
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
-from tlora.data import JobData, load_tokenizer
+from tlora.data import load_tokenizer
 from tlora.errors import JobError, StateError, TloraError
 from tlora.job import JobRecord, State
 from tlora.local import read_data
@@ -43,6 +43,7 @@ class Mailbox:
     def __init__(self, report: Report):
         self._lock = threading.Lock()
         self._orders, self._report = Orders(0), report
+        self._acknowledged: Mapping[str, JobReport] = {}
         self.changed = threading.Event()
         """There is news for the scheduler that should not wait."""
 
@@ -50,8 +51,15 @@ class Mailbox:
         with self._lock:
             return self._orders
 
-    def put(self, orders: Orders) -> None:
+    def acknowledged(self) -> Mapping[str, JobReport]:
+        """What the scheduler has heard of each job last."""
         with self._lock:
+            return self._acknowledged
+
+    def put(self, orders: Orders, heard: Report | None = None) -> None:
+        """Orders, in answer to a report."""
+        with self._lock:
+            self._acknowledged = heard.jobs if heard else self._acknowledged
             if orders.number > self._orders.number:
                 self._orders = orders
 
@@ -66,13 +74,13 @@ class Mailbox:
 
 @dataclass(slots=True)
 class _Coming:
-    """A job whose data is being read."""
+    """A job whose data and state are being read."""
 
     order: Order
     spec: JobSpec
-    data: "Future[JobData]"
-    held_s: float = -math.inf
-    """When its folder was last found held by another process."""
+    job: "Future[ResidentJob]"
+    again_s: float = 0.0
+    """When to read it anew, since its folder was held by another process."""
 
 
 class Worker:
@@ -103,10 +111,11 @@ class Worker:
                 pass
         finally:
             self._has_ended.set()
+            for coming in self._coming.values():
+                self._give_up(coming)
             self._readers.shutdown(wait=False, cancel_futures=True)
             if self._trainer is not None:
-                for name in list(self._trainer.jobs):
-                    self._trainer.detach(name)
+                self._trainer.close()
 
     def step(self) -> bool:
         """Orders, then a tick; whether this worker's end has come."""
@@ -131,41 +140,70 @@ class Worker:
                     "group=%s nothing moved for %g s: ends itself", self.options.group, self.options.stuck_after_s
                 )
                 os._exit(1)  # a collective or a driver that hangs answers to nothing less
-            orders = exchange(self.mailbox.report())
+            report = self.mailbox.report()
+            orders = exchange(report)
             if orders is not None:
-                self.mailbox.put(orders)
+                self.mailbox.put(orders, report)
 
     def _carry_out(self, orders: Orders) -> bool:
         """Let go of what is not in the orders, take in what is; whether nothing is left to be done."""
-        for name in [name for name, ended in self._ended.items() if not _is_for(orders, name, ended.attempt)]:
-            del self._ended[name]
+        self._forget(orders)
         for name in [name for name, coming in self._coming.items() if orders.jobs.get(name) != coming.order]:
-            self._coming.pop(name).data.cancel()
+            self._give_up(self._coming.pop(name))
         residents = list(self._trainer.jobs) if self._trainer else []
         for name in residents:
             if not _is_for(orders, name, self._attempts[name]):
                 assert self._trainer is not None
-                del self._attempts[name]
-                self._trainer.detach(name, keep=name not in orders.drop)
-                self.mailbox.changed.set()
+                self._trainer.release(name, keep=name not in orders.drop)
+        leaving = list(self._trainer.leaving) if self._trainer else []
         for name, order in orders.jobs.items():
-            if name not in self._ended and name not in self._coming and name not in residents:
+            if not any(name in where for where in (self._ended, self._coming, residents, leaving)):
                 self._read(name, order)
         for name, coming in list(self._coming.items()):
-            if coming.data.done() and time.monotonic() - coming.held_s > _AGAIN_S:
-                self._attach(name, self._coming.pop(name))
-        return not self._coming
+            if coming.job.done() and time.monotonic() >= coming.again_s:
+                self._attach(name, coming)
+        if self._trainer is not None:
+            self._note(self._trainer.take_ended())
+        return not self._coming and not leaving
+
+    def _forget(self, orders: Orders) -> None:
+        """What has ended is told until the orders leave it out; a failure that they did not ask about, until it is
+        heard."""
+        heard = self.mailbox.acknowledged()
+        for name, ended in list(self._ended.items()):
+            if not _is_for(orders, name, ended.attempt) and (
+                ended.state is not State.FAILED or heard.get(name) == ended
+            ):
+                del self._ended[name]
 
     def _read(self, name: str, order: Order) -> None:
-        """Begin to read a job's data; the base first, if this is the first job."""
+        """Begin to read a job's data and state; the base first, if this is the first job."""
         try:
             spec = parse_job(order.spec)
             if self._trainer is None:
                 self._trainer = self._load()
-            outline = self._trainer.supermodel.outline
-            self._coming[name] = _Coming(order, spec, self._readers.submit(read_data, spec, outline, self._tokenizer))
+            self._coming[name] = _Coming(order, spec, self._readers.submit(self._prepare, self._trainer, spec))
         except (TloraError, OSError, RuntimeError) as error:
             self._end(name, order.attempt, error)
+
+    def _prepare(self, trainer: Trainer, spec: JobSpec) -> ResidentJob:
+        """In the reader's thread."""
+        data = read_data(spec, trainer.supermodel.outline, self._tokenizer)
+        if not self.options.token_budget:
+            trainer.token_budget = max(trainer.token_budget, 2 * longest_rows(data, self.options.deterministic))
+        return trainer.prepare(spec, data, resume=True, record=JobRecord(spec.name), tokenizer=self._tokenizer)
+
+    def _give_up(self, coming: _Coming) -> None:
+        """A job that is not to come after all: what was read of it lets its folder go."""
+        trainer = self._trainer
+        assert trainer is not None
+
+        def let_go(read: "Future[ResidentJob]") -> None:
+            if not read.cancelled() and read.exception() is None:
+                trainer.give_up(read.result())
+
+        coming.job.cancel()
+        coming.job.add_done_callback(let_go)
 
     def _load(self) -> Trainer:
         options = self.options
@@ -178,28 +216,25 @@ class Worker:
         )
         self._loads += 1
         budget = TrainerOptions(token_budget=options.token_budget).budget_on(supermodel.device)
-        return Trainer(supermodel, TrainerOptions(token_budget=budget))
+        return Trainer(supermodel, TrainerOptions(token_budget=budget, writes_beside=True))
 
     def _attach(self, name: str, coming: _Coming) -> None:
-        assert self._trainer is not None
-        trainer, attempt = self._trainer, coming.order.attempt
+        trainer = self._trainer
+        assert trainer is not None
         try:
-            data = coming.data.result()
-            if not self.options.token_budget:
-                longest = longest_rows(data, self.options.deterministic)
-                trainer.token_budget = max(trainer.token_budget, 2 * longest)
-            trainer.attach(coming.spec, data, resume=True, record=JobRecord(name), tokenizer=self._tokenizer)
+            job = coming.job.result()
+            self._attempts[name], self._saved_s[name] = coming.order.attempt, time.monotonic()
+            trainer.join(job)
         except StateError as error:  # its folder is still held by a process that is cut off, or on its way out
-            if math.isinf(coming.held_s):
+            if not coming.again_s:
                 log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
-            coming.held_s = time.monotonic()
-            self._coming[name] = coming
+            coming.again_s = time.monotonic() + _AGAIN_S
+            coming.job = self._readers.submit(self._prepare, trainer, coming.spec)
             return
         except (TloraError, OSError, RuntimeError) as error:  # out of memory is one of the last
-            self._end(name, attempt, error)
-        else:
-            self._attempts[name], self._saved_s[name] = attempt, time.monotonic()
-            self._note(trainer.take_ended())
+            self._attempts.pop(name, None)
+            self._end(name, coming.order.attempt, error)
+        del self._coming[name]
         self.mailbox.changed.set()
 
     def _tick(self, trainer: Trainer) -> None:
@@ -220,7 +255,9 @@ class Worker:
 
     def _note(self, ended: tuple[ResidentJob, ...]) -> None:
         for job in ended:
-            self._ended[job.name] = _describe(job, self._attempts.pop(job.name))
+            attempt = self._attempts.pop(job.name)
+            if job.record.state.is_terminal:  # others were let go of, as ordered
+                self._ended[job.name] = _describe(job, attempt)
             self.mailbox.changed.set()
 
     def _shrink(self, trainer: Trainer, error: torch.OutOfMemoryError) -> None:
@@ -235,8 +272,8 @@ class Worker:
         if trainer.token_budget < before:
             log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
             return
-        attempt = self._attempts.pop(name)
         trainer.detach(name)
+        attempt = self._attempts.pop(name)
         text = f"out of memory in a tick of {before} rows, the length of its longest sequence"
         self._end(name, attempt, JobError(f"{text}. Lower data.max_length. ({error})"))
 
@@ -250,7 +287,7 @@ class Worker:
         jobs = dict(self._ended)
         for name, coming in self._coming.items():
             jobs[name] = JobReport(coming.order.attempt, State.ATTACHING)
-        for name, job in (self._trainer.jobs if self._trainer else {}).items():
+        for name, job in {**self._trainer.jobs, **self._trainer.leaving}.items() if self._trainer else ():
             jobs[name] = _describe(job, self._attempts[name])
         self.mailbox.tell(
             replace(

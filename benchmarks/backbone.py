@@ -70,14 +70,15 @@ class Pass:
         self.inputs = [each.detach().clone(memory_format=torch.preserve_format).requires_grad_() for each in inputs]
         with torch.random.fork_rng(devices=["cuda"]):
             torch.manual_seed(1)
-            self.grads = [torch.randn_like(out) for out in self.outputs()]
+            outs = self.outputs([each.detach().clone() for each in self.inputs])  # liger's rope writes over its inputs
+            self.grads = [torch.randn_like(out) for out in outs]
 
-    def outputs(self) -> tuple[Tensor, ...]:
-        out = self.op(*self.inputs, *self.constants)
+    def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        out = self.op(*inputs, *self.constants)
         return out if isinstance(out, tuple) else (out,)
 
     def __call__(self) -> list[Tensor]:
-        outs = self.outputs()
+        outs = self.outputs(self.inputs)
         results = [out.detach().clone() for out in outs]
         return results + list(torch.autograd.grad(outs, self.inputs, self.grads))
 

@@ -4,6 +4,7 @@ The super-model places an `AdapterState` and reads its sites; the optimizer, che
 Matching of targets and ranks, and the files written, are PEFT's.
 """
 
+import copy
 import json
 import re
 import zlib
@@ -167,6 +168,15 @@ class AdapterState:
             vector.cpu() for vector in (self.master, self.exp_avg, self.exp_avg_sq)
         )
         self.compute = self.grad = torch.empty(0)
+
+    def frozen(self) -> "AdapterState":
+        """What is learnt, as it is now: later steps leave the copy alone. It has nothing for the kernels."""
+        state = copy.copy(self)
+        state.master, state.exp_avg, state.exp_avg_sq = (
+            vector.clone() for vector in (self.master, self.exp_avg, self.exp_avg_sq)
+        )
+        state.compute = state.grad = torch.empty(0)
+        return state
 
     def publish(self) -> None:
         """Bring the kernels' copy up to date with the master."""

@@ -183,7 +183,7 @@ def _train_group(
     )
     longest = max(longest_rows(job.data, options.deterministic) for job in jobs)
     budget = options.trainer.budget_on(supermodel.device, longest)
-    trainer = Trainer(supermodel, replace(options.trainer, token_budget=budget))
+    trainer = Trainer(supermodel, replace(options.trainer, token_budget=budget, writes_beside=True))
     for job in jobs:
         seen = progress[job.spec.name]
         try:
@@ -197,8 +197,8 @@ def _train_group(
         while trainer.jobs and not stopped():
             watch(list(progress.values()), trainer.tick())
     finally:  # stopped, or an error that no job is to blame for: nothing that was learnt is lost
-        for name in list(trainer.jobs):
-            trainer.detach(name)
+        trainer.close()
+    watch(list(progress.values()), None)
 
 
 def _fail(record: JobRecord, error: Exception) -> None:

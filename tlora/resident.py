@@ -5,7 +5,9 @@ A record that the trainer reads and moves on. Everything here is a function of t
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from enum import StrEnum
 from itertools import accumulate, chain
 from typing import Any
@@ -15,11 +17,13 @@ import torch
 
 from tlora import randomness
 from tlora.adapter import AdapterState
+from tlora.checkpoint import JobFolder
 from tlora.data import JobData, TokenSequence
 from tlora.job import JobRecord
 from tlora.optim import learning_rate
 from tlora.packing import Item, rows_of
 from tlora.spec import JobSpec
+from tlora.tracking import Tracker
 
 
 class Phase(StrEnum):
@@ -44,6 +48,10 @@ class ResidentJob:
         self.tokenizer, self.per_sequence = tokenizer, per_sequence
         self.digest = digest(data)
         self.slot = -1
+        self.folder = JobFolder(spec.folder)
+        self.tracker: Tracker | None = None
+        self.files: deque[Future[None]] = deque()
+        """What is being written of it."""
         self.steps_per_epoch = math.ceil(len(data.train) / spec.batch_size)
         self.num_steps = self.count_steps(spec, len(data.train))
         self.step = 0
@@ -147,6 +155,11 @@ class ResidentJob:
         self.loss, self.tokens_per_s = loss, self.step_tokens / seconds
         before_s = self.seconds_per_step if math.isfinite(self.seconds_per_step) else seconds
         self.seconds_per_step = 0.7 * before_s + 0.3 * seconds
+
+    def settle_files(self, *, most: int | None = None) -> None:
+        """Raise what went wrong with files that have been written, once no more than `most` are still to be."""
+        while self.files and (self.files[0].done() or (most is not None and len(self.files) > most)):
+            self.files.popleft().result()
 
     def is_due(self, every: int) -> bool:
         """Whether a cadence falls on the present step; 0 means the end of each epoch. The last step always is."""

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,8 @@ from safetensors import SafetensorError
 
 from tlora import environment, nanobatch
 from tlora.adapter import AdapterState, export_peft
-from tlora.checkpoint import BEST, STATE, JobFolder, load_job_state, read_meta, save_state, save_tokenizer
+from tlora.beside import Writer, own_stream
+from tlora.checkpoint import BEST, STATE, load_job_state, read_meta, save_state, save_tokenizer
 from tlora.data import JobData
 from tlora.dealing import Claim, deal
 from tlora.errors import CheckpointError, JobError, StateError, TloraError
@@ -35,6 +37,9 @@ from tlora.supermodel import SuperModel
 from tlora.tracking import Tracker
 
 log = logging.getLogger("tlora")
+_FAULTS = (TloraError, OSError, SafetensorError, ArithmeticError, RuntimeError)
+_IN_FLIGHT = 2
+"""Copies of a job that wait to be written, before one more is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class TrainerOptions:
     """Slices of a tick."""
     round_to: int = 1
     """Each slice is filled to a multiple of this many rows, which belong to nobody."""
+    writes_beside: bool = False
+    """Files are written by a thread, and ticks go on meanwhile."""
 
     def budget_on(self, device: torch.device, longest: int = 0) -> int:
         """The budget on a device; one that was not given holds a sequence of `longest` rows twice."""
@@ -71,8 +78,10 @@ class Trainer:
         self.supermodel, self.options = supermodel, options
         self.token_budget = options.budget_on(supermodel.device)
         self.jobs: dict[str, ResidentJob] = {}
-        self._folders: dict[str, JobFolder] = {}
-        self._trackers: dict[str, Tracker] = {}
+        self.leaving: dict[str, ResidentJob] = {}
+        """Out of the ticks, while the last of their files are written."""
+        self._writer = Writer(supermodel.device, is_beside=options.writes_beside)
+        self._closings: dict[str, Future[tuple[State, str]]] = {}
         self._ended: list[ResidentJob] = []
         self._turn = 0
         self._phase = Phase.EVALUATING
@@ -92,54 +101,97 @@ class Trainer:
         Raises TloraError, and leaves everything as it was, if it cannot join: its name or folder is taken, its state is
         damaged or another job's, its targets match nothing, its longest sequence is longer than a tick.
         """
-        if spec.name in self.jobs:
+        if spec.name in self.jobs or spec.name in self.leaving:
             raise StateError(f"job {spec.name} is resident already; want another name.")
-        state = AdapterState(
-            self.supermodel.outline.lay_out(spec.adapter),
-            spec.adapter,
-            seed=spec.seed,
-            device=self.supermodel.device,
-            dtype=self.supermodel.dtype,
-        )
-        record = record or JobRecord(spec.name)
-        job = ResidentJob(spec, data, state, record, tokenizer, per_sequence=self.supermodel.deterministic)
-        longest = longest_rows(data, self.supermodel.deterministic)
-        if longest > self.token_budget:
-            raise JobError(
-                f"job {spec.name}: its longest sequence takes {longest} rows; want at most the token budget, "
-                f"{self.token_budget}. Lower data.max_length or raise the budget."
-            )
-        folder = JobFolder(spec.folder)
-        for left in folder.open():
-            log.warning("job %s: removed %s, left half-written.", spec.name, left)
-        try:
-            run_id = self._restore(job, folder, resume)
-            with atomic_path(spec.folder / "job.yaml") as path:
-                path.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
-            record.to(State.ATTACHING)
-        except BaseException:
-            folder.close()
-            raise
-        job.slot = self.supermodel.place(state)
-        self.jobs[spec.name], self._folders[spec.name] = job, folder
-        evaluating = job.phase is Phase.EVALUATING
-        self._trackers[spec.name] = Tracker(spec, spec.folder, step=job.step, evaluating=evaluating, run_id=run_id)
-        record.to(State.RUNNING)
-        begin = self._evaluate_or_settle if evaluating else self._go_on
-        self._guard(job, partial(begin, job))
+        job = self.prepare(spec, data, resume=resume, record=record, tokenizer=tokenizer)
+        self.join(job)
         return job
+
+    def prepare(
+        self,
+        spec: JobSpec,
+        data: JobData,
+        *,
+        resume: bool = False,
+        record: JobRecord | None = None,
+        tokenizer: Any = None,
+    ) -> ResidentJob:
+        """The part of `attach` that takes time, and may run in another thread beside the ticks: a job with its state,
+        which holds its folder until it has joined and left, or is given up."""
+        with own_stream(self.supermodel.device):
+            state = AdapterState(
+                self.supermodel.outline.lay_out(spec.adapter),
+                spec.adapter,
+                seed=spec.seed,
+                device=self.supermodel.device,
+                dtype=self.supermodel.dtype,
+            )
+            record = record or JobRecord(spec.name)
+            job = ResidentJob(spec, data, state, record, tokenizer, per_sequence=self.supermodel.deterministic)
+            longest = longest_rows(data, self.supermodel.deterministic)
+            if longest > self.token_budget:
+                raise JobError(
+                    f"job {spec.name}: its longest sequence takes {longest} rows; want at most the token budget, "
+                    f"{self.token_budget}. Lower data.max_length or raise the budget."
+                )
+            for left in job.folder.open():
+                log.warning("job %s: removed %s, left half-written.", spec.name, left)
+            try:
+                run_id = self._restore(job, resume)
+                with atomic_path(spec.folder / "job.yaml") as path:
+                    path.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+                evaluating = job.phase is Phase.EVALUATING
+                job.tracker = Tracker(spec, spec.folder, step=job.step, evaluating=evaluating, run_id=run_id)
+            except BaseException:
+                job.folder.close()
+                raise
+        return job
+
+    def give_up(self, job: ResidentJob) -> None:
+        """A prepared job that is not to join after all."""
+        if job.tracker is not None:
+            job.tracker.close()
+        job.folder.close()
+
+    def join(self, job: ResidentJob) -> None:
+        """Let a prepared job take part from the next tick on."""
+        try:
+            job.record.to(State.ATTACHING)
+        except BaseException:
+            self.give_up(job)
+            raise
+        job.slot = self.supermodel.place(job.state)
+        self.jobs[job.name] = job
+        job.record.to(State.RUNNING)
+        begin = self._evaluate_or_settle if job.phase is Phase.EVALUATING else self._go_on
+        self._guard(job, partial(begin, job))
+        self._gather()
 
     def detach(self, name: str, *, state: State = State.PAUSED, reason: str = "", keep: bool = True) -> ResidentJob:
         """Take a job out between ticks; with `keep`, its exact state is saved first, without the step in flight.
 
         After a tick that was broken off, a job amid its optimizer step keeps the state that was saved before."""
+        job = self.release(name, state=state, reason=reason, keep=keep)
+        self._gather(job)
+        self._ended.remove(job)
+        return job
+
+    def release(self, name: str, *, state: State = State.PAUSED, reason: str = "", keep: bool = True) -> ResidentJob:
+        """`detach` without waiting for its files: the job is among those that have ended once they are written."""
         job = self.jobs[name]
         if keep and job.is_settled:
             self._guard(job, partial(self._save, job))
         if name in self.jobs:
             self._leave(job, state, reason)
-        self._ended.remove(job)
         return job
+
+    def close(self) -> None:
+        """Detach everyone, and wait until all files are written."""
+        for name in list(self.jobs):
+            self.release(name)
+        for job in list(self.leaving.values()):
+            self._gather(job)
+        self._writer.close()
 
     def tick(self) -> Tick:
         """One forward and backward (or evaluation) over sequences of all residents, then the steps it completes."""
@@ -153,13 +205,26 @@ class Trainer:
                 self._step(through)
             else:
                 self._finish_evaluation(through)
+        for job in list(self.jobs.values()):
+            self._guard(job, job.settle_files)
         tokens = sum(len(item.sequence) for item in dealt)
         return Tick(phase, tokens, time.perf_counter() - began_s, self.take_ended())
 
     def take_ended(self) -> tuple[ResidentJob, ...]:
         """Jobs that have left since this was last asked: in a tick, or as they came, if nothing was left to be done."""
+        self._gather()
         ended, self._ended = tuple(self._ended), []
         return ended
+
+    def _gather(self, awaited: ResidentJob | None = None) -> None:
+        """Jobs whose last files are written have ended."""
+        for name, closing in list(self._closings.items()):
+            job = self.leaving[name]
+            if closing.done() or job is awaited:
+                state, reason = closing.result()
+                del self._closings[name], self.leaving[name]
+                job.record.to(state, reason)
+                self._ended.append(job)
 
     def save(self, name: str) -> None:
         """Save a settled resident's exact state, between ticks and beside its own cadence."""
@@ -243,7 +308,8 @@ class Trainer:
         job.step += 1
         job.is_settled = True
         job.tokens += job.step_tokens
-        self._trackers[job.name].write(
+        assert job.tracker is not None
+        job.tracker.write(
             {
                 "step": job.step,
                 "epoch": job.epoch,
@@ -271,7 +337,8 @@ class Trainer:
         job.eval_loss = loss
         if not math.isfinite(loss):
             raise self._no_longer_finite(job, f"evaluation loss became {loss} at step {job.step}")
-        self._trackers[job.name].write({"step": job.step, "epoch": job.epoch, "eval_loss": loss})
+        assert job.tracker is not None
+        job.tracker.write({"step": job.step, "epoch": job.epoch, "eval_loss": loss})
         if loss < job.best_loss:
             job.best_loss = loss
             self._export(job, BEST)
@@ -296,6 +363,7 @@ class Trainer:
         trouble = ""
         try:
             self._save(job)
+            job.settle_files(most=0)
         except (TloraError, OSError) as error:
             trouble = f" ({error})"
         kept = f"step {read_meta(job.spec.folder)['step']}" if (job.spec.folder / STATE).exists() else "none"
@@ -304,6 +372,7 @@ class Trainer:
     def _save(self, job: ResidentJob) -> None:
         if not torch.isfinite(job.state.master).all():
             raise JobError(f"its weights are no longer finite at step {job.step}")
+        assert job.tracker is not None
         meta = {
             "spec": job.spec.model_dump(mode="json"),
             "step": job.step,
@@ -314,13 +383,24 @@ class Trainer:
             "data": job.digest,
             "dtype": str(self.supermodel.dtype),
             "base": self.supermodel.fingerprint,
-            "run_id": self._trackers[job.name].run_id,
+            "run_id": job.tracker.run_id,
             "environment": environment.describe(),
         }
-        save_state(job.spec.folder, job.state.tensors(), meta)
+        self._write(job, lambda state: save_state(job.spec.folder, state.tensors(), meta))
 
-    def _restore(self, job: ResidentJob, folder: JobFolder, resume: bool) -> str | None:
-        """Load what the folder holds; returns its tracking run id."""
+    def _write(self, job: ResidentJob, write: Callable[[AdapterState], None]) -> None:
+        """Have a file written of the job as it is now."""
+        job.settle_files(most=_IN_FLIGHT)
+        try:
+            state = job.state.frozen() if self._writer.is_beside else job.state
+        except torch.OutOfMemoryError:  # no room for a copy: it is waited for
+            state = job.state
+        job.files.append(self._writer.submit(partial(write, state)))
+        job.settle_files(most=0 if state is job.state else None)
+
+    def _restore(self, job: ResidentJob, resume: bool) -> str | None:
+        """Load what its folder holds; returns its tracking run id."""
+        folder = job.folder
         if not folder.has_state:
             if job.spec.adapter.init_from is not None:
                 job.state.load_peft(job.spec.adapter.init_from)
@@ -349,24 +429,42 @@ class Trainer:
 
     def _export(self, job: ResidentJob, part: str) -> None:
         folder, trained = job.spec.folder / part, job.spec.optim.lr > 0.0 and job.step > 1
-        export_peft(job.state, folder, job.spec.base, self.supermodel.outline.linears, trained=trained)
-        if job.tokenizer is not None:
-            save_tokenizer(job.tokenizer, folder)
+
+        def write(state: AdapterState) -> None:
+            export_peft(state, folder, job.spec.base, self.supermodel.outline.linears, trained=trained)
+            if job.tokenizer is not None:
+                save_tokenizer(job.tokenizer, folder)
+
+        self._write(job, write)
 
     def _guard(self, job: ResidentJob, action: Callable[[], None]) -> None:
         """What goes wrong for one job ends that job, with its reason; the others go on."""
         try:
             action()
-        except (TloraError, OSError, SafetensorError, ArithmeticError, RuntimeError) as error:
-            others = len(self.jobs) - 1
-            log.error("job %s: %s. The other %d jobs go on.", job.name, str(error).rstrip("."), others)
+        except _FAULTS as error:
+            self._log_failure(job, error)
             self._leave(job, State.FAILED, str(error))
+
+    def _log_failure(self, job: ResidentJob, error: Exception) -> None:
+        others = sum(other is not job for other in self.jobs.values())
+        log.error("job %s: %s. The other %d jobs go on.", job.name, str(error).rstrip("."), others)
 
     def _leave(self, job: ResidentJob, state: State, reason: str) -> None:
         self.supermodel.remove(job.slot)
-        job.state.park()
         del self.jobs[job.name]
-        self._trackers.pop(job.name).close(failed=state is State.FAILED)
-        self._folders.pop(job.name).close()
-        job.record.to(state, reason)
-        self._ended.append(job)
+        self.leaving[job.name] = job
+        self._closings[job.name] = self._writer.submit(partial(self._close, job, state, reason))
+
+    def _close(self, job: ResidentJob, state: State, reason: str) -> tuple[State, str]:
+        """After all else that is written of a job, so that its end is known now."""
+        try:
+            job.settle_files(most=0)
+        except _FAULTS as error:
+            if state is not State.FAILED:
+                self._log_failure(job, error)
+                state, reason = State.FAILED, str(error)
+        job.state.park()
+        assert job.tracker is not None
+        job.tracker.close(failed=state is State.FAILED)
+        job.folder.close()
+        return state, reason

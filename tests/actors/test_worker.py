@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
 from tlora.actors.worker import Worker
-from tlora.checkpoint import STATE, JobFolder, read_meta
+from tlora.checkpoint import STATE, JobFolder, read_meta, save_state
 from tlora.job import State
 from tlora.local import RunOptions, prepare, train
 from tlora.spec import JobSpec
@@ -222,3 +222,71 @@ def test_a_job_too_large_alone_fails_with_the_numbers(tmp_path: Path, monkeypatc
     ended = desk.ends("a")
     assert ended.state is State.FAILED
     assert "out of memory in a tick of 32 rows, the length of its longest sequence" in ended.reason
+
+
+def test_reading_and_saving_hold_nobody_up(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that comes reads its state, and one that goes is saved, while the third ticks on."""
+    never = {"steps": 400, "save_every": 400, "eval_every": 400}
+    first, second, third = (toy.named_job(desk.folder, name, **never) for name in ("a", "b", "c"))
+    desk.order(first, third)
+    desk.until(lambda report: all(report.jobs[name].step > 1 for name in ("a", "c")))
+    go_on, prepare = threading.Event(), Trainer.prepare
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        assert go_on.wait(60)
+        return prepare(*arguments, **options)
+
+    monkeypatch.setattr(Trainer, "prepare", slow)
+    monkeypatch.setattr("tlora.trainer.save_state", lambda *saved: (go_on.wait(60), save_state(*saved)))
+    desk.order(second, third)
+    step = desk.worker.mailbox.report().jobs["c"].step
+    report = desk.until(lambda report: report.jobs["c"].step > step + 10)
+    assert report.jobs["a"].state is State.RUNNING
+    assert report.jobs["b"].state is State.ATTACHING
+    go_on.set()
+    desk.until(lambda report: "a" not in report.jobs and report.jobs["b"].step > 1)
+    assert JobFolder(first.folder).has_state
+
+
+def test_a_save_that_fails_as_a_job_leaves_is_told_until_it_is_heard(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*saved: Any) -> None:
+        raise OSError("No space left on device")
+
+    spec = toy.named_job(desk.folder, "a", steps=400, save_every=400)
+    desk.order(spec)
+    desk.until(lambda report: report.jobs["a"].step > 1)
+    monkeypatch.setattr("tlora.trainer.save_state", full)
+    desk.order()
+    assert "No space left" in desk.ends("a").reason
+    for _ in range(5):
+        desk.worker.step()
+    report = desk.worker.mailbox.report()
+    assert report.jobs["a"].state is State.FAILED
+    desk.worker.mailbox.put(Orders(desk.number), report)
+    assert not desk.until(lambda report: not report.jobs).jobs
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_job_that_is_called_back_before_it_came_lets_its_folder_go(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, read: bool
+) -> None:
+    begun, go_on, prepare = threading.Event(), threading.Event(), Trainer.prepare
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        job = prepare(*arguments, **options) if read else None
+        begun.set()
+        assert go_on.wait(60)
+        return job or prepare(*arguments, **options)
+
+    monkeypatch.setattr(Trainer, "prepare", slow)
+    spec = toy.named_job(desk.folder, "a", steps=2)
+    desk.order(spec)
+    desk.worker.step()
+    assert begun.wait(60)
+    desk.order()
+    desk.worker.step()
+    go_on.set()
+    desk.order(spec, attempt=2)
+    assert desk.ends("a").state is State.FINISHED

@@ -99,7 +99,7 @@ def test_a_failing_tracker_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptur
     work = toy.Recorder(toy.super_model())
     job = work.attach(toy.job(tmp_path), toy.data())
     work.tick()
-    work._trackers["a"]._sinks[0]._file.close()  # type: ignore[attr-defined]
+    work.jobs["a"].tracker._sinks[0]._file.close()  # type: ignore[attr-defined]
     toy.finish(work)
     assert job.record.state == "finished"
     assert "put aside" in caplog.text

@@ -41,7 +41,7 @@ def test_alone_resumed_beside_other_neighbours(pause_at: int, half_way: bool, tm
     first.attach(toy.job(tmp_path, "x", steps=40), toy.data(8, seed=1))
     while job.step < pause_at or (half_way and len(job.pending_rows) in (0, len(job._items))):
         first.tick()
-    at, phase, run_id = job.step, job.phase, first._trackers["a"].run_id
+    at, phase, run_id = job.step, job.phase, first.jobs["a"].tracker.run_id
     assert not half_way or 0 < len(job.pending_rows) < len(job._items)
     assert phase is Phase.EVALUATING or (pause_at, half_way) != (3, True)
     first.detach("a")

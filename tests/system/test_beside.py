@@ -1,0 +1,134 @@
+"""Files are written beside the ticks: as they were when handed over, in order, and nothing ends before its last one."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+
+from tlora import trainer
+from tlora.checkpoint import load_state, read_meta, save_state
+from tlora.errors import StateError
+
+
+class Gate:
+    """Holds what is saved of some jobs back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str):
+        self.names, self.open = names, threading.Event()
+        monkeypatch.setattr(trainer, "save_state", self.save)
+
+    def save(self, folder: Path, tensors: Any, meta: Any) -> None:
+        if folder.name in self.names:
+            assert self.open.wait(60)
+        save_state(folder, tensors, meta)
+
+
+def worker(**options: Any) -> toy.Recorder:
+    return toy.Recorder(toy.super_model(deterministic=True), writes_beside=True, **options)
+
+
+def until(work: toy.Recorder, seen: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if seen():
+            return
+        work.tick()
+    raise AssertionError("never seen")
+
+
+def test_what_is_saved_is_the_job_as_it_was_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, work = Gate(monkeypatch, "a"), worker()
+    spec = toy.job(tmp_path, steps=50, save_every=50)
+    job = work.attach(spec, toy.data())
+    until(work, lambda: job.step == 2)
+    work.save("a")
+    until(work, lambda: job.step == 4)
+    gate.open.set()
+    until(work, lambda: not job.files)
+    tensors, meta = load_state(spec.folder)
+    assert meta["step"] == 2
+    work.close()
+    alone = toy.Recorder(toy.super_model(deterministic=True))
+    other = alone.attach(toy.job(tmp_path, "alone", steps=50, save_every=50), toy.data())
+    until(alone, lambda: other.step == 2)
+    assert torch.equal(tensors["master"], other.state.master)
+    assert torch.equal(tensors["exp_avg_sq"], other.state.exp_avg_sq)
+
+
+def test_a_job_that_leaves_holds_nobody_up_and_has_left_once_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, work = Gate(monkeypatch, "a"), worker()
+    job, other = (work.attach(toy.job(tmp_path, name, steps=50), toy.data()) for name in "ab")
+    until(work, lambda: job.step == 2)
+    work.release("a")
+    until(work, lambda: other.step == 6)
+    assert list(work.jobs) == ["b"]
+    assert list(work.leaving) == ["a"]
+    assert job.record.state == "running"
+    with pytest.raises(StateError, match="resident already"):
+        work.attach(job.spec, toy.data())
+    with pytest.raises(StateError, match="another process"):
+        toy.Recorder(work.supermodel).attach(job.spec, toy.data(), resume=True)
+    gate.open.set()
+    until(work, lambda: job.record.state == "paused")
+    assert not work.leaving
+    assert read_meta(job.spec.folder)["step"] == job.step
+    work.close()
+    assert other.record.state == "paused"
+    assert read_meta(other.spec.folder)["step"] == other.step
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_save_that_fails_later_ends_that_job_with_its_reason(
+    leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, tensors: Any, meta: Any) -> None:
+        if folder.name == "a":
+            raise OSError("No space left on device")
+        save_state(folder, tensors, meta)
+
+    work = worker()
+    job, other = (work.attach(toy.job(tmp_path, name, steps=8), toy.data(), resume=True) for name in "ab")
+    until(work, lambda: job.step == 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "save_state", full)
+        work.release("a") if leaves else work.save("a")
+        until(work, lambda: job.record.state == "failed")
+    assert "No space left" in job.record.reason
+    toy.finish(work)
+    work.close()
+    assert other.record.state == "finished"
+    work.attach(job.spec, toy.data(), resume=True)
+    assert "a" in work.jobs
+
+
+def test_a_finished_job_is_finished_once_its_adapter_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, work = Gate(monkeypatch, "a"), worker()
+    job = work.attach(toy.job(tmp_path, steps=2), toy.data())
+    toy.finish(work)
+    assert job.record.state == "running"
+    assert not (job.spec.folder / "adapter_model.safetensors").exists()
+    gate.open.set()
+    work.close()
+    assert job.record.state == "finished"
+    assert (job.spec.folder / "adapter_model.safetensors").exists()
+    assert work.take_ended() == (job,)
+
+
+def test_without_room_for_a_copy_a_save_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(state: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    work = worker()
+    job = work.attach(toy.job(tmp_path, steps=9), toy.data())
+    until(work, lambda: job.step == 2)
+    monkeypatch.setattr(type(job.state), "frozen", no_room)
+    work.save("a")
+    assert read_meta(job.spec.folder)["step"] == 2
+    work.close()
