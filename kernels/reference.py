@@ -54,6 +54,25 @@ def dropped(x_TK: torch.Tensor, site: Site, step: int, counters_T: torch.Tensor,
     return torch.where(keep_TK, x_TK / (1.0 - site.dropout), 0.0)
 
 
+ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def gated(y: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) · up [T, I], of a product Y [T, 2I] that has the gate's columns first."""
+    gate, up = y.chunk(2, -1)
+    return ACTS[act](gate) * up
+
+
+def gated_backward(d: torch.Tensor, y: torch.Tensor, act: str) -> torch.Tensor:
+    """dY [T, 2I] from the gradient [T, I] of `gated`."""
+    gate, up = y.chunk(2, -1)
+    slope = torch.ops.aten.silu_backward if act == "silu" else partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    return torch.cat([slope(d * up, gate), d * ACTS[act](gate)], -1)
+
+
 def product(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, rows: RowTable) -> torch.Tensor:
     """X Wᵀ + b. In deterministic mode block by block: a product's bits depend on how many rows it has."""
     if not rows.per_sequence:

@@ -4,6 +4,7 @@ The super-model makes them and says which rows pass through; the maths is `kerne
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from tlora.kernels.gated import gated, join
 from tlora.kernels.lora_linear import lora_linear
+from tlora.kernels.reference import ACTS
 from tlora.kernels.tiles import Adapters, RowTable
 
 
@@ -46,15 +49,34 @@ class Bundle:
                 ]
             )
 
+    def product(self, x: torch.Tensor, rows: RowTable) -> torch.Tensor:
+        """Of all of them, [T, Σ widths]."""
+        return lora_linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias, rows, self.adapters)
+
     def output(self, index: int, x: torch.Tensor, rows: RowTable) -> torch.Tensor:
         """Of one linear; the first to be called computes all, the others find theirs."""
         if index == 0:
-            y = lora_linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias, rows, self.adapters)
-            self._outputs = y.view(*x.shape[:-1], -1).split(self.widths, -1)
+            y = self.product(x, rows).view(*x.shape[:-1], -1)
+            compiling = torch.compiler.is_compiling() and len(self.widths) > 1
+            cut = _Cut.apply if compiling else torch.split
+            self._outputs = cut(y, self.widths, -1)
         output = self._outputs[index]
         if index == len(self.widths) - 1:
             self._outputs = ()
         return output
+
+
+class _Cut(torch.autograd.Function):
+    """One product's columns as its linears' outputs. The gradients are put side by side by an operator of its own, for
+    the compiler would compute each for the columns of all."""
+
+    @staticmethod
+    def forward(ctx, y, widths, dim):  # type: ignore[no-untyped-def]
+        return y.split(widths, dim)
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        return join(list(grads)), None, None
 
 
 class MixedLinear(nn.Linear):
@@ -82,6 +104,40 @@ def replace_linears(model: PreTrainedModel, head: str, current: Current) -> dict
             mixed[name] = MixedLinear(linears[name], bundle, index)
             model.set_submodule(name, mixed[name])
     return mixed
+
+
+@torch.no_grad()
+def fuse_gates(model: PreTrainedModel) -> int:
+    """Let every MLP that is down(act(gate(x)) · up(x)), with gate and up in one bundle, pass through `gated`; returns
+    how many there are. For compiled layers."""
+    fused = 0
+    for module in list(model.modules()):
+        gate, up, down, act = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+        if not (isinstance(gate, MixedLinear) and isinstance(up, MixedLinear) and isinstance(down, MixedLinear)):
+            continue
+        if gate.bundle is not up.bundle or gate.bundle.widths != [down.in_features] * 2 or act is None:
+            continue
+        x = torch.linspace(-3.0, 3.0, gate.in_features, device=gate.weight.device, dtype=gate.weight.dtype)[None]
+        kind = next((kind for kind, same in ACTS.items() if torch.equal(act(x), same(x))), None)
+        if kind is not None and torch.equal(module(x), down(act(gate(x)) * up(x))):
+            module.__class__ = _gated_class(type(module))  # type: ignore[arg-type]
+            vars(module)["act_kind"] = kind
+            fused += 1
+    return fused
+
+
+@cache
+def _gated_class(kind: Any) -> Any:
+    """One class for all MLPs of a kind, so that code compiled for one serves them all."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        bundle = self.gate_proj.bundle
+        if bundle.current.rows is None:
+            return kind.forward(self, x)  # type: ignore[no-any-return]
+        out = gated(bundle.product(x, bundle.current.rows), self.act_kind)
+        return self.down_proj(out.view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
+
+    return type(f"Gated{kind.__name__}", (kind,), {"forward": forward})
 
 
 @torch.no_grad()

@@ -117,18 +117,17 @@ def _ends(blocks: Sequence[int]) -> torch.Tensor:
 
 
 def _send(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """To the device, in one copy that the host does not wait for."""
+    """To the device, from one pinned buffer, without waiting. Each starts at its own storage's beginning: of a view
+    into a larger one the compiler would not know the alignment, nor of anything that is computed from it."""
     if device.type == "cpu":
         return tensors
     sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for tensor, part in zip(tensors.values(), packed.split(sizes), strict=True):
-        part[: tensor.nbytes] = tensor.flatten().view(torch.uint8)
-    parts = packed.to(device, non_blocking=True).split(sizes)
-    return {
-        name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
-    }
+    moved = {}
+    for (name, tensor), part in zip(tensors.items(), packed.split(sizes), strict=True):
+        mine = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        moved[name] = mine.copy_(tensor).to(device, non_blocking=True)
+    return moved
 
 
 def _loss_blocks(items: Sequence[Item], counts: Sequence[int], most: int, per_sequence: bool) -> tuple[LossBlock, ...]:

@@ -24,7 +24,7 @@ from tlora.graphs import Graphs
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.tiles import RowTable, Tables, stride_of
 from tlora.layers import precision, wrap_layers
-from tlora.mixed_linear import Current, replace_linears
+from tlora.mixed_linear import Current, fuse_gates, replace_linears
 from tlora.packing import Batch, Item, pack
 from tlora.spec import BaseSpec
 
@@ -72,6 +72,8 @@ class SuperModel:
         # With a softcap attention goes block by block, in Python: each tick would be compiled anew.
         self.compiled = compiled and not deterministic and not getattr(config, "attn_logit_softcapping", None)
         self.captured = captured and self.compiled and not checkpointing and self.device.type == "cuda"
+        if self.compiled:
+            fuse_gates(model)
         wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing)
         self._graphs = Graphs(self._hidden_of)
         self._seen_tables: tuple[object, ...] = ()

@@ -7,13 +7,16 @@ import pytest
 import torch
 import toy
 from safetensors.torch import load_file
+from transformers import Gemma2Config, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tlora import graphs
 from tlora.adapter import WEIGHTS, AdapterState
 from tlora.attention import NAME
 from tlora.kernels import routes
 from tlora.kernels.tiles import RowTable
+from tlora.mixed_linear import fuse_gates
 from tlora.packing import Item, pack
 from tlora.spec import AdapterSpec
 from tlora.supermodel import SuperModel
@@ -155,3 +158,28 @@ def resident(model: SuperModel, rank: int, seed: int) -> AdapterState:
     state.publish()
     model.place(state)
     return state
+
+
+@pytest.mark.parametrize(
+    ("config", "gates"),
+    [
+        (toy.config(), 2),
+        (Gemma2Config(**toy.config().to_diff_dict() | {"head_dim": 8, "hidden_activation": "gelu_pytorch_tanh"}), 2),
+        (toy.config(hidden_act="relu"), 0),
+        (toy.config(mlp_bias=True), 2),
+    ],
+    ids=["silu", "gelu", "relu", "bias"],
+)
+def test_gates_that_are_known_are_fused(config: PretrainedConfig, gates: int, tmp_path: Path) -> None:
+    """Others stay the model's own, and so does one whose MLP does more than its parts say."""
+    fused, plain = toy.super_model(model=config), toy.super_model(model=config)
+    assert fuse_gates(fused.model) == gates
+    results = [train(model, tmp_path / part, steps=2, length=20) for model, part in ((fused, "a"), (plain, "b"))]
+    for mine, theirs in zip(*results, strict=True):
+        assert toy.off(mine.gradient, theirs.gradient) < 1e-6
+
+
+def test_an_mlp_that_does_more_than_its_parts_say_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x) * 1.5)
+    assert fuse_gates(toy.super_model().model) == 0
