@@ -59,9 +59,14 @@ class _Graph:
             self._d_output = torch.zeros_like(output)
             output.backward(self._d_output)
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._forward, pool=pool, stream=stream):
+        settings = {
+            "pool": pool,
+            "stream": stream,
+            "capture_error_mode": "thread_local",
+        }  # others read and write beside
+        with torch.cuda.graph(self._forward, **settings):
             output = hidden(self._batch)
-        with torch.cuda.graph(self._backward, pool=pool, stream=stream):
+        with torch.cuda.graph(self._backward, **settings):
             output.backward(self._d_output)
         self._output = output.detach()
 

@@ -28,8 +28,8 @@ from tlora.mixed_linear import Current, fuse_gates, replace_linears
 from tlora.packing import Batch, Item, pack
 from tlora.spec import BaseSpec
 
-SMALL_WORK = 1 << 41
-"""Rows × parameters of the base, below which a tick is captured as a CUDA graph: 256 rows of 8B parameters."""
+SMALL_WORK = 8 * 2**40
+"""Rows × parameters of the base, below which a tick is captured as a CUDA graph: about 1000 rows of 8B parameters."""
 
 
 class SuperModel:
@@ -45,7 +45,7 @@ class SuperModel:
         deterministic: bool = False,
         checkpointing: bool = False,
         compiled: bool | None = None,
-        captured: bool = False,
+        captured: bool = True,
     ):
         self.model, self.base, self.deterministic, self.checkpointing = model, base, deterministic, checkpointing
         self.outline = Outline.of(model, base.model)
