@@ -47,6 +47,8 @@ class Report:
     ticks: int = 0
     tick_s: float = 0.0
     """Of the last tick."""
+    busy_s: float = 0.0
+    """Of all ticks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from ray.util.metrics import Gauge
 
 from tlora.job import State
 
+Tags = tuple[str, str]
 _JOB, _WORKER = ("group", "job"), ("group", "rank")
 
 
@@ -20,29 +21,54 @@ class Metrics:
             "tokens": Gauge("tlora_job_tokens", "Tokens trained on", _JOB),
             "tokens_per_s": Gauge("tlora_job_tokens_per_s", "Tokens per second of the last step", _JOB),
             "loss": Gauge("tlora_job_loss", "Loss of the last step", _JOB),
+            "share": Gauge("tlora_job_share", "Weight in the ticks of its worker; 0: it is on none", _JOB),
             "attempt": Gauge("tlora_job_attempts", "Times that it was placed", _JOB),
         }
         self._of_workers = {
             "ticks": Gauge("tlora_worker_ticks", "Ticks since its start", _WORKER),
             "tick_s": Gauge("tlora_worker_tick_seconds", "Seconds of the last tick", _WORKER),
+            "residents": Gauge("tlora_worker_jobs", "Jobs on a worker", _WORKER),
+            "busy": Gauge("tlora_worker_busy_fraction", "Share of the time that was spent in ticks", _WORKER),
+            "lost": Gauge("tlora_group_lost_workers", "Workers of the group that were lost", _WORKER),
         }
-        self._jobs = Gauge("tlora_jobs", "Jobs by state", ("state",))
-        self._residents = Gauge("tlora_worker_jobs", "Jobs on a worker", _WORKER)
+        self._states = Gauge("tlora_jobs", "Jobs by state; queued: the queue's length", ("state",))
+        self._jobs: set[Tags] = set()
+        self._workers: set[Tags] = set()
+        self._busy: dict[str, tuple[float, float]] = {}
+        """Seconds in ticks by worker, and when that was."""
 
-    def publish(self, jobs: Iterable[Mapping[str, Any]], workers: Iterable[Mapping[str, Any]]) -> None:
-        """Set all from the rows that the roster shows to users."""
+    def publish(self, jobs: Iterable[Mapping[str, Any]], workers: Iterable[Mapping[str, Any]], now_s: float) -> None:
+        """Set all from the rows that the roster shows to users; of what has gone, rates and shares become 0."""
         counts = Counter[str]()
+        placed: set[Tags] = set()
         for job in jobs:
             counts[job["state"]] += 1
             if job["group"]:
-                tags = {"group": job["group"], "job": job["name"]}
-                for key, gauge in self._of_jobs.items():
-                    if job[key] is not None:
-                        gauge.set(job[key], tags)
+                placed.add((job["group"], job["name"]))
+                _set(self._of_jobs, job, _JOB, (job["group"], job["name"]))
+        for tags in self._jobs - placed:
+            _set(self._of_jobs, {"tokens_per_s": 0.0, "share": 0.0}, _JOB, tags)
+        self._jobs = placed
+        here: set[Tags] = set()
         for worker in workers:
-            tags = {"group": worker["group"], "rank": str(worker["rank"])}
-            for key, gauge in self._of_workers.items():
-                gauge.set(worker[key], tags)
-            self._residents.set(len(worker["jobs"]), tags)
+            tags = worker["group"], str(worker["rank"])
+            here.add(tags)
+            values = {**worker, "residents": len(worker["jobs"]), "busy": self._fraction(worker, now_s)}
+            _set(self._of_workers, values, _WORKER, tags)
+        for tags in self._workers - here:
+            _set(self._of_workers, {"residents": 0, "busy": 0.0, "tick_s": 0.0}, _WORKER, tags)
+        self._workers = here
         for state in State:
-            self._jobs.set(counts[state], {"state": state.value})
+            self._states.set(counts[state], {"state": state.value})
+
+    def _fraction(self, worker: Mapping[str, Any], now_s: float) -> float:
+        """Of the time since it was last seen."""
+        before, at_s = self._busy.get(worker["worker"], (worker["busy_s"], now_s))
+        self._busy[worker["worker"]] = worker["busy_s"], now_s
+        return min(1.0, (worker["busy_s"] - before) / (now_s - at_s)) if now_s > at_s else 0.0
+
+
+def _set(gauges: Mapping[str, Gauge], values: Mapping[str, Any], names: Tags, tags: Tags) -> None:
+    for key, gauge in gauges.items():
+        if values.get(key) is not None:
+            gauge.set(values[key], dict(zip(names, tags, strict=True)))

@@ -7,6 +7,7 @@ Every transition is in the journal before anyone acts on it.
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ class Roster:
         self._dismissed: set[str] = set()
         """Workers that are to end: what they say does not count."""
         self._began_s = self._looked_s = now_s
+        self.losses: Counter[str] = Counter()
+        """Workers that were lost, by group."""
 
     # --- what users ask for
 
@@ -74,9 +77,8 @@ class Roster:
                 faults.append(f"job {spec.name}: output {spec.output} lies in that of job {other}, or holds it.")
             taken[spec.output] = spec.name
             if not self._is_ours(spec.folder):
-                faults.append(
-                    f"job {spec.name}: output {spec.output} lies outside of the cluster's storage, {self.spec.storage}."
-                )
+                where = f"the folder of this cluster's outputs, {self.spec.output_root}"
+                faults.append(f"job {spec.name}: output {spec.output} lies outside of {where}.")
             known = self.jobs.get(spec.name)
             if known is None:
                 new.append((spec.name, spec.model_dump(mode="json")))
@@ -91,16 +93,14 @@ class Roster:
         return [name for name, _ in new]
 
     def _placed(self, spec: JobSpec) -> JobSpec:
-        """With its output below the storage, if it does not say where."""
-        if spec.folder.is_absolute() or "://" in self.spec.storage:
+        """With its output below the cluster's folder of outputs, if it does not say where."""
+        if spec.folder.is_absolute():
             return spec
-        return spec.model_copy(update={"output": str(Path(self.spec.storage).expanduser() / spec.output)})
+        return spec.model_copy(update={"output": str(self.spec.output_root / spec.output)})
 
     def _is_ours(self, folder: Path) -> bool:
-        """Whether a job may write there: below the storage, where that is a folder."""
-        if "://" in self.spec.storage:
-            return True
-        root, path = (Path(os.path.realpath(Path(text).expanduser())) for text in (self.spec.storage, folder))
+        """Whether a job may write there."""
+        root, path = (Path(os.path.realpath(each.expanduser())) for each in (self.spec.output_root, folder))
         return path != root and root in path.parents and root / "_tlora" not in (path, *path.parents)
 
     def pause(self, names: Sequence[str], now_s: float) -> None:
@@ -215,7 +215,8 @@ class Roster:
                 self._lose(place, "its worker did not come back", now_s)
 
     def _lose(self, worker: str, reason: str, now_s: float) -> None:
-        self.workers.pop(worker, None)
+        if seen := self.workers.pop(worker, None):
+            self.losses[seen.report.group] += 1
         changes = []
         for entry in self.jobs.values():
             if entry.place == worker:
@@ -296,6 +297,8 @@ class Roster:
                 "jobs": sorted(seen.report.jobs),
                 "ticks": seen.report.ticks,
                 "tick_s": seen.report.tick_s,
+                "busy_s": seen.report.busy_s,
+                "lost": self.losses[seen.report.group],
             }
             for name, seen in self.workers.items()
         ]
@@ -310,6 +313,7 @@ class Roster:
             "group": seen.report.group if seen else "",
             "worker": entry.place[:8],
             "attempt": entry.attempt,
+            "share": entry.spec["share"],
             "step": told.step if told else 0,
             "num_steps": told.num_steps if told else 0,
             "loss": told.loss if told else None,

@@ -182,7 +182,7 @@ class Scheduler:
             self._resize(plan)
             if now_s - self._published_s > _PUBLISH_S:
                 self._published_s = now_s
-                self._metrics.publish(roster.status(), roster.describe_workers())
+                self._metrics.publish(roster.status(), roster.describe_workers(), now_s)
         for name, (size, leaving) in list(self._untold.items()):
             if name not in self._starting and group.resize(name, size, leaving):
                 del self._untold[name]

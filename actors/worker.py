@@ -98,7 +98,8 @@ class Worker:
         self._ended: dict[str, JobReport] = {}
         self._saved_s: dict[str, float] = {}
         self._loads = self._ticks = 0
-        self._tick_s, self._stepped_s = 0.0, time.monotonic()
+        self._tick_s = self._busy_s = 0.0
+        self._stepped_s = time.monotonic()
         self._readers = ThreadPoolExecutor(1, "tlora-data")
         self._has_ended = threading.Event()
 
@@ -245,6 +246,7 @@ class Worker:
             return
         self._ticks += 1
         self._tick_s = tick.seconds
+        self._busy_s += tick.seconds
         self._note(tick.ended)
         now_s = time.monotonic()
         for name, job in list(trainer.jobs.items()):
@@ -263,8 +265,7 @@ class Worker:
     def _shrink(self, trainer: Trainer, error: torch.OutOfMemoryError) -> None:
         """Half the token budget, and the steps in flight once more. Where the longest sequence has a tick to itself
         already, its job fails."""
-        if trainer.supermodel.device.type == "cuda":
-            torch.cuda.empty_cache()
+        trainer.supermodel.free_memory()
         trainer.replay()
         lengths = {name: longest_rows(job.data, job.per_sequence) for name, job in trainer.jobs.items()}
         name = max(lengths, key=lambda name: lengths[name])
@@ -297,6 +298,7 @@ class Worker:
                 jobs=jobs,
                 ticks=self._ticks,
                 tick_s=self._tick_s,
+                busy_s=self._busy_s,
             )
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from tlora.errors import SpecError
 from tlora.spec import Count, PathText, Positive, Spec, override, read_yaml
@@ -14,8 +14,9 @@ class ClusterSpec(Spec):
     """The scheduler's settings."""
 
     storage: PathText
-    """Folder, s3:// or gs:// address that every node reaches: what must survive the loss of the head. Outputs of jobs
-    lie below it where it is a folder."""
+    """Folder, s3:// or gs:// address that every node reaches: what must survive the loss of the head."""
+    outputs: PathText | None = None
+    """Folder that every node reaches, below which jobs' outputs lie; the storage, where that is a folder."""
     state: PathText = "~/.tlora"
     """Folder on the head's own disk for the journal."""
     max_workers: Count = 8
@@ -39,6 +40,18 @@ class ClusterSpec(Spec):
     resize: Literal["in_place", "restart"] = "in_place"
     """`restart`: a group that changes its size is started anew, as Ray Train does it by itself."""
 
+    @model_validator(mode="after")
+    def _has_outputs(self) -> "ClusterSpec":
+        if self.outputs is None and "://" in self.storage:
+            raise ValueError("outputs: want a folder for the jobs' outputs, for the storage is none")
+        if "://" in (self.outputs or ""):
+            raise ValueError(f"outputs: want a folder that every node reaches, such as a mount; got {self.outputs}")
+        return self
+
+    @property
+    def output_root(self) -> Path:
+        return Path(self.outputs or self.storage).expanduser()
+
 
 def load_cluster(path: Path | None, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read settings from YAML, `overrides` as in `load_job`. Without a file: CPU workers where this machine has no GPU,
@@ -56,4 +69,7 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = ()) -> ClusterSpe
             f"{path or 'cluster'}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}." for fault in error.errors()
         )
         raise SpecError("\n".join(lines)) from None
-    return spec if "://" in spec.storage else spec.model_copy(update={"storage": str(Path(spec.storage).absolute())})
+    paths = {"storage": spec.storage, "outputs": spec.outputs}
+    return spec.model_copy(
+        update={name: str(Path(path).absolute()) for name, path in paths.items() if path and "://" not in path}
+    )

@@ -137,6 +137,12 @@ class SuperModel:
             return 1
         return max(64, 1 << max(0, num_rows.bit_length() - 4)) if self.is_small(num_rows) else 64
 
+    def free_memory(self) -> None:
+        """Give back what is kept to be fast: captured ticks, and the allocator's own stock."""
+        self._graphs.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     @contextmanager
     def threads(self) -> Iterator[None]:
         """One intra-op thread where bits must not depend on how a product is split."""

@@ -223,9 +223,18 @@ def test_why_a_job_waits_is_told(desk: Desk) -> None:
     ["/elsewhere/a", "/storage", "/storage/../etc", "/storage/_tlora/journal", "/storage2/a", "/storage/_tlora"],
 )
 def test_outputs_stay_below_the_storage(desk: Desk, output: str) -> None:
-    with pytest.raises(StateError, match="lies outside of the cluster's storage"):
+    with pytest.raises(StateError, match="lies outside of the folder of this cluster's outputs, /storage"):
         desk.roster.submit([spec_of("a", output=output)], 1.0)
     assert not desk.states()
+
+
+def test_outputs_have_a_folder_of_their_own_where_the_storage_is_none(tmp_path: Path) -> None:
+    spec = ClusterSpec(storage="s3://bucket/x", outputs=str(tmp_path / "out"))
+    roster = Roster(spec, Journal(tmp_path / "state" / "journal.db", str(tmp_path / "storage")), 0.0)
+    roster.submit([spec_of("a", output="a")], 1.0)
+    assert roster.entry("a").spec["output"] == str(tmp_path / "out" / "a")
+    with pytest.raises(StateError, match="lies outside of the folder of this cluster's outputs"):
+        roster.submit([spec_of("b", output=str(tmp_path / "b"))], 1.0)
 
 
 def test_a_dismissed_worker_is_told_to_end_and_counts_no_more(desk: Desk) -> None:

@@ -19,9 +19,10 @@ def test_without_a_file_it_is_this_machine_and_this_folder(tmp_path: Path, monke
 
 def test_a_file_is_read_and_overridden(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text("storage: s3://bucket/x\ngpus_per_worker: 0\n")
+    path.write_text("storage: s3://bucket/x\noutputs: /mnt/out\ngpus_per_worker: 0\n")
     spec = load_cluster(path, ["idle_s=5"])
     assert (spec.storage, spec.gpus_per_worker, spec.idle_s) == ("s3://bucket/x", 0, 5.0)
+    assert spec.output_root == Path("/mnt/out")
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,8 @@ def test_a_file_is_read_and_overridden(tmp_path: Path) -> None:
         ("max_workers: 2\n", "storage: Field required"),
         ("storage: x\nworkers: 2\n", "workers: Extra inputs are not permitted"),
         ("storage: x\ngpus_per_worker: 4\n", "gpus_per_worker: Input should be less than or equal to 1"),
+        ("storage: s3://x\n", "outputs: want a folder for the jobs' outputs, for the storage is none"),
+        ("storage: x\noutputs: gs://x\n", "outputs: want a folder that every node reaches"),
         ("storage: x\nresize: sometimes\n", "resize: Input should be 'in_place' or 'restart'"),
     ],
 )
