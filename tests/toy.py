@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
+from tlora.cluster import ClusterSpec
 from tlora.data import JobData, TokenSequence
 from tlora.local import RunOptions, prepare, train
 from tlora.resident import ResidentJob
@@ -177,6 +178,17 @@ def equals_alone(spec: JobSpec) -> bool:
     train(prepare([lone], options), options)
     one, other = (load_file(each.folder / "adapter_model.safetensors") for each in (spec, lone))
     return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
+
+
+ROOT = Path(__file__).parents[1]
+RAY = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+"""Of every process of a test's Ray."""
+
+
+def cluster_spec(folder: Path, **changes: object) -> ClusterSpec:
+    """CPU workers in deterministic mode, that are given up soon."""
+    values = {"gpus_per_worker": 0, "deterministic": True, "lost_after_s": 8.0, "max_workers": 2, **changes}
+    return ClusterSpec.model_validate({"storage": str(folder), "state": str(folder / "state"), **values})
 
 
 def until(seen: Callable[[], Any], patience_s: float = 180.0) -> Any:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tlora import randomness
+from tlora.beside import copy_in_pieces, to_host
 from tlora.errors import CheckpointError, TargetError
 from tlora.files import atomic_path
 from tlora.kernels.tiles import Site
@@ -165,7 +166,7 @@ class AdapterState:
     def park(self) -> None:
         """Leave the device for good: what is learnt goes to host memory, what the kernels need goes away."""
         self.master, self.exp_avg, self.exp_avg_sq = (
-            vector.cpu() for vector in (self.master, self.exp_avg, self.exp_avg_sq)
+            to_host(vector) for vector in (self.master, self.exp_avg, self.exp_avg_sq)
         )
         self.compute = self.grad = torch.empty(0)
 
@@ -204,7 +205,7 @@ class AdapterState:
             if saved is None or saved.shape != mine.shape or saved.dtype != mine.dtype:
                 got = "nothing" if saved is None else f"{tuple(saved.shape)} {saved.dtype}"
                 raise CheckpointError(f"saved vector '{name}': got {got}; want {tuple(mine.shape)} {mine.dtype}.")
-            mine.copy_(saved)
+            copy_in_pieces(mine, saved)
         self.grad.zero_()
         self.publish()
 

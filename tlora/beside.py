@@ -1,6 +1,7 @@
 """Work on files and states, beside a trainer's ticks: none of it is waited for by jobs that it does not belong to.
 
-Called by the trainer. What is to be written is handed over as it is now (`AdapterState.frozen`), for steps go on.
+Called by the trainer, checkpoints and adapters. What is to be written is handed over as it is now
+(`AdapterState.frozen`), for steps go on.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+_PIECE_BYTES = 1 << 24
 
 
 class Writer:
@@ -60,3 +62,31 @@ def own_stream(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, or the tensor itself if it lies there."""
+    if not tensor.is_cuda:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy_in_pieces(copy, tensor)
+    return copy
+
+
+def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a contiguous tensor to or from a GPU through a small pinned buffer: a copy of the whole would hold up every
+    other one, the ticks' own among them."""
+    if target.is_cuda == source.is_cuda:
+        target.copy_(source)
+        return
+    stream = torch.cuda.current_stream(target.device if target.is_cuda else source.device)
+    count = _PIECE_BYTES // source.itemsize
+    buffer = torch.empty(min(count, source.numel()), dtype=source.dtype, pin_memory=True)
+    for mine, theirs in zip(target.view(-1).split(count), source.view(-1).split(count), strict=True):
+        piece = buffer[: mine.numel()]
+        piece.copy_(theirs, non_blocking=True)
+        if source.is_cuda:
+            stream.synchronize()
+        mine.copy_(piece, non_blocking=True)
+        if target.is_cuda:
+            stream.synchronize()

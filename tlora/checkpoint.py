@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from tlora.beside import to_host
 from tlora.errors import CheckpointError, SpecError, StateError
 from tlora.files import atomic_path, remove_incomplete
 from tlora.spec import JobSpec, differences, parse_job
@@ -34,7 +35,7 @@ def save_state(folder: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[
     """Replace the job's resume state. On any error the previous one stays."""
     path = folder / STATE
     path.parent.mkdir(parents=True, exist_ok=True)
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    on_cpu = {name: to_host(tensor.detach()) for name, tensor in tensors.items()}
     header = json.loads(json.dumps({**meta, "format": _FORMAT}))
     header["checksum"] = _checksum(on_cpu, header)
     with atomic_path(path) as temporary:

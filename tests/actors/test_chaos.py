@@ -18,10 +18,8 @@ from ray.core.generated import autoscaler_pb2
 from tlora.actors.names import NAMESPACE, SCHEDULER
 from tlora.actors.scheduler import connect
 from tlora.client import Client
-from tlora.cluster import ClusterSpec
 from tlora.job import State
 
-ROOT = Path(__file__).parents[2]
 JOBS, STEPS = 40, 15
 
 
@@ -36,12 +34,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(3):
             cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
         ray.init(
             address=cluster.address,
             namespace=NAMESPACE,
             log_to_driver=False,
-            runtime_env={"env_vars": environment},
+            runtime_env={"env_vars": toy.RAY},
         )
         cluster.wait_for_nodes()
         try:
@@ -53,18 +50,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 def test_nothing_is_lost_whatever_goes(cluster: Cluster, tmp_path: Path) -> None:
     toy.write_base(tmp_path)
-    connect(
-        ClusterSpec(
-            storage=str(tmp_path),
-            state=str(tmp_path / "state"),
-            gpus_per_worker=0,
-            cpus_per_worker=2.0,
-            max_workers=3,
-            jobs_per_worker=14,
-            deterministic=True,
-            lost_after_s=8.0,
-        )
-    )
+    connect(toy.cluster_spec(tmp_path, cpus_per_worker=2.0, max_workers=3, jobs_per_worker=14))
     client, draw = Client(), random.Random(0)
     specs = [toy.named_job(tmp_path, f"job{n}", steps=STEPS, save_every=5, seed=n) for n in range(JOBS)]
     client.submit(specs[:4])

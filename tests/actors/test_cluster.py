@@ -12,19 +12,17 @@ import toy
 
 from tlora.actors.names import NAMESPACE
 from tlora.actors.scheduler import connect
+from tlora.checkpoint import STATE
 from tlora.client import Client
-from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError
 from tlora.job import State
-
-ROOT = Path(__file__).parents[2]
+from tlora.tracking import read_metrics
 
 
 @pytest.fixture(scope="module")
 def _ray() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="tl") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
         ray.init(
             address="local",
             num_cpus=8,
@@ -33,7 +31,7 @@ def _ray() -> Iterator[None]:
             log_to_driver=False,
             object_store_memory=150_000_000,
             _temp_dir=folder,
-            runtime_env={"env_vars": environment},
+            runtime_env={"env_vars": toy.RAY},
         )
         try:
             yield
@@ -42,21 +40,11 @@ def _ray() -> Iterator[None]:
 
 
 @pytest.fixture
-def client(_ray: None, tmp_path: Path) -> Iterator[Client]:
-    """Of a scheduler with two CPU workers, in deterministic mode."""
+def client(_ray: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """Of a scheduler with two CPU workers, or as the test's parameter says."""
     toy.write_base(tmp_path)
-    connect(
-        ClusterSpec(
-            storage=str(tmp_path),
-            state=str(tmp_path / "state"),
-            gpus_per_worker=0,
-            max_workers=2,
-            jobs_per_worker=2,
-            deterministic=True,
-            lost_after_s=8.0,
-            idle_s=5.0,
-        )
-    )
+    settings = {"jobs_per_worker": 2, "idle_s": 5.0, **getattr(request, "param", {})}
+    connect(toy.cluster_spec(tmp_path, **settings))
     yield Client()
     Client().down()
     assert not [actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
@@ -118,16 +106,69 @@ def test_jobs_outlive_their_scheduler_and_its_cluster_state(client: Client, tmp_
     spec = toy.named_job(tmp_path, "long", steps=120, save_every=1000)
     client.submit([spec])
     toy.until(lambda: step(client, "long") > 5)
-    scheduler_spec = ClusterSpec(
-        storage=str(tmp_path), state=str(tmp_path / "state"), gpus_per_worker=0, deterministic=True
-    )
     client.down()
     with pytest.raises(ClusterError, match="Run `tlora up`"):
         Client()
-    connect(scheduler_spec)
+    connect(toy.cluster_spec(tmp_path))
+    Client().submit([toy.named_job(tmp_path, "late", steps=2)])
+    Client().down()  # before it had a place
+    connect(toy.cluster_spec(tmp_path))
     again = Client()
     assert again.wait(["long"])[0]["state"] == State.FINISHED
-    assert again.status(["long"])[0]["attempt"] == 2
+    assert again.status(["long"])[0]["attempt"] >= 2
+    assert again.wait(["late"])[0]["state"] == State.FINISHED
     assert toy.equals_alone(spec)
     assert again.fork("long", "child", ["steps=1"]) == "child"
     assert again.wait(["child"])[0]["state"] == State.FINISHED
+
+
+def test_more_jobs_than_seats_and_one_whose_state_is_damaged(client: Client, tmp_path: Path) -> None:
+    """14, 27: twelve short jobs take turns on two workers; one resumes from a truncated file, and it alone fails."""
+    specs = [toy.named_job(tmp_path, f"job{n}", steps=6, save_every=2) for n in range(12)]
+    state = specs[1].folder / STATE
+    state.parent.mkdir(parents=True)
+    state.write_bytes(b"{" * 100)
+    client.submit(specs)
+    reasons: set[str] = set()
+    rows = client.wait(
+        [spec.name for spec in specs],
+        lambda rows: reasons.update(row["reason"] for row in rows if row["state"] == State.QUEUED),
+    )
+    assert "is damaged" in rows[1]["reason"]
+    assert [row["state"] for row in rows] == ["finished", "failed", *["finished"] * 10]
+    assert {row["attempt"] for row in rows} == {1}
+    assert any("all 2 workers of the cluster are taken" in reason for reason in reasons)
+    for spec in (specs[0], *specs[2:]):
+        steps = [row["step"] for row in read_metrics(spec.folder) if "loss" in row]
+        assert steps == [1, 2, 3, 4, 5, 6]
+    assert toy.equals_alone(specs[2])
+
+
+def test_all_workers_killed_at_once_are_replaced(client: Client, tmp_path: Path) -> None:
+    """25: bounded time, and each job goes on from its last save."""
+    specs = [toy.named_job(tmp_path, f"job{n}", steps=100, save_every=10) for n in range(4)]
+    client.submit(specs)
+    toy.until(lambda: all(step(client, spec.name) > 12 for spec in specs) and len(client.workers()) == 2)
+    for worker in client.workers():
+        os.kill(worker["pid"], signal.SIGKILL)
+    rows = client.wait([spec.name for spec in specs])
+    assert [row["state"] for row in rows] == ["finished"] * 4
+    assert all(row["attempt"] >= 2 for row in rows)
+    assert toy.equals_alone(specs[3])
+
+
+@pytest.mark.parametrize("client", [{"resize": "restart", "jobs_per_worker": 1}], indirect=True)
+def test_a_group_may_be_started_anew_to_change_its_size(client: Client, tmp_path: Path) -> None:
+    """`resize: restart` uses nothing of Ray Train that is not public; nothing is lost by it either."""
+    first, second = (toy.named_job(tmp_path, name, steps=120, save_every=10) for name in ("first", "second"))
+    client.submit([first])
+    toy.until(lambda: step(client, "first") > 12)
+    (before,) = client.workers()
+    client.submit([second])
+    toy.until(lambda: step(client, "second") > 0)
+    assert before["pid"] not in {worker["pid"] for worker in client.workers()}
+    rows = client.wait(["first", "second"])
+    assert [row["state"] for row in rows] == ["finished"] * 2
+    assert rows[0]["attempt"] >= 2
+    assert toy.equals_alone(first)
+    assert toy.equals_alone(second)

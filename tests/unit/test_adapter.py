@@ -14,6 +14,7 @@ from numeric import error
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tlora import beside
 from tlora.adapter import CONFIG, WEIGHTS, AdapterState, export_peft, lay_out
 from tlora.errors import CheckpointError, TargetError
 from tlora.packing import Item, pack
@@ -366,3 +367,14 @@ def test_vectors_of_another_layout_are_refused(supermodel: SuperModel, plant: st
         saved["exp_avg"] = saved["exp_avg"][:-1] if plant == "shape" else saved["exp_avg"].float()
     with pytest.raises(CheckpointError, match=r"saved vector 'exp_avg': got .*; want"):
         state.load(saved)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing to copy to without a GPU")
+@pytest.mark.parametrize("count", [0, 1, 7, 64])
+def test_vectors_are_copied_piece_by_piece(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_PIECE_BYTES", 7 * 4)
+    source = torch.randn(count)
+    there = torch.full((count,), torch.nan, device="cuda")
+    beside.copy_in_pieces(there, source)
+    assert torch.equal(there.cpu(), source)
+    assert torch.equal(beside.to_host(there), source)

@@ -1,0 +1,106 @@
+"""The commands as users give them, on a Ray of their own with its token: from `tlora up` to `tlora down`."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy
+import yaml
+
+RAY_MAIN = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
+Shell = dict[str, str]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """The environment of a user with a Ray head of one machine, dashboard and all, started by hand."""
+    toy.write_base(tmp_path)
+    with tempfile.TemporaryDirectory(prefix="tl") as short:
+        (token := tmp_path / "token").write_text("0123456789abcdef" * 4)
+        changes = {"HOME": str(tmp_path), "PYTHONPATH": str(toy.ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token",
+                   "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": short}  # fmt: skip
+        environment = {**{key: os.environ[key] for key in os.environ if not key.startswith("RAY_")}, **changes}
+        command = [*RAY_MAIN, "start", "--head", "--block", "--port=0", "--num-cpus=4", "--node-ip-address=127.0.0.1",
+                   "--dashboard-port=0", "--disable-usage-stats", "--object-store-memory=150000000"]  # fmt: skip
+        log = tmp_path / "ray.log"
+        with log.open("w") as out:
+            head = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+        try:
+            toy.until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None)
+            found = re.search(r"--address='([^']+)'", log.read_text())
+            assert found, log.read_text()
+            yield {**environment, "RAY_ADDRESS": found[1]}
+        finally:
+            head.terminate()
+            head.wait(60)
+
+
+def tlora(shell: Shell, *arguments: str, wanted: int = 0) -> str:
+    command = [sys.executable, "-m", "tlora", *arguments]
+    done = subprocess.run(command, env=shell, cwd=shell["HOME"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == wanted, done.stdout + done.stderr
+    return done.stdout
+
+
+def rows(shell: Shell) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads(tlora(shell, "status", "--json"))}
+
+
+def write(folder: Path, name: str, **changes: object) -> str:
+    """A job's file with relative paths, as users write them."""
+    values = toy.named_job(folder, name, **changes).model_dump(mode="json", exclude_unset=True)
+    values |= {"base": {"model": "base"}, "data": {**values["data"], "path": "rows.jsonl"}, "output": f"out/{name}"}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    return f"{name}.yaml"
+
+
+def test_from_up_to_down(shell: Shell, tmp_path: Path) -> None:
+    settings = ["gpus_per_worker=0", "max_workers=1", "deterministic=true", f"state={tmp_path / 'state'}"]
+    tlora(shell, "up", *(part for text in settings for part in ("--set", text)))
+    bad = write(tmp_path, "bad", data={"path": "nothing.jsonl"})
+    (tmp_path / bad).write_text((tmp_path / bad).read_text().replace("rows.jsonl", "nothing.jsonl"))
+    tlora(shell, "submit", bad, wanted=2)
+    assert not rows(shell), "a bad job is refused before it is sent"
+
+    job = write(tmp_path, "through-ray", steps=4)
+    entry = ["job", "submit", "--working-dir", str(tmp_path / "jobs"), "--", sys.executable, "-m", "tlora"]
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / job).write_text(
+        (tmp_path / job).read_text().replace("model: base", f"model: {tmp_path}/base").replace(
+            "path: rows", f"path: {tmp_path}/rows"
+        )
+    )  # fmt: skip
+    done = subprocess.run([*RAY_MAIN, *entry, "submit", job, "--wait"], env=shell, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rows(shell)["through-ray"]["state"] == "finished"
+    assert (tmp_path / "out" / "through-ray" / "adapter_model.safetensors").exists()
+
+    stays = start(shell, "submit", write(tmp_path, "stays", steps=100_000), "--wait")
+    goes = start(shell, "submit", write(tmp_path, "goes", steps=100_000), "--attached")
+    toy.until(lambda: all(row["step"] > 0 for row in rows(shell).values()) and len(rows(shell)) == 3)
+    for driver in (stays, goes):
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(60) == 130
+    toy.until(lambda: rows(shell)["goes"]["state"] == "cancelled")
+    assert rows(shell)["stays"]["state"] == "running"
+
+    tlora(shell, "pause", "stays")
+    toy.until(lambda: rows(shell)["stays"]["state"] == "paused")
+    assert "paused by its user" in tlora(shell, "logs", "stays")
+    tlora(shell, "fork", "stays", "child", "--set", "steps=100000")
+    assert rows(shell)["child"]["state"] in ("queued", "attaching", "running")
+    tlora(shell, "down")
+    tlora(shell, "status", wanted=2)
+
+
+def start(shell: Shell, *arguments: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "tlora", *arguments]
+    return subprocess.Popen(command, env=shell, cwd=shell["HOME"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
