@@ -138,7 +138,8 @@ class SuperModel:
         return max(64, 1 << max(0, num_rows.bit_length() - 4)) if self.is_small(num_rows) else 64
 
     def free_memory(self) -> None:
-        """Give back what is kept to be fast: captured ticks, and the allocator's own stock."""
+        """Give back what is kept to be fast: captured ticks, of which there are no more, and the allocator's stock."""
+        self.captured = False
         self._graphs.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
