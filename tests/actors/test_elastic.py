@@ -1,0 +1,56 @@
+"""A cluster that has nothing, gets a node, and is left with nothing to do: what an autoscaler sees of it."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import toy
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.cluster_utils import Cluster
+
+from tlora.actors.names import NAMESPACE
+from tlora.actors.scheduler import connect
+from tlora.client import Client
+from tlora.job import State
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head without room for workers."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with tempfile.TemporaryDirectory(prefix="tl") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        (Path(folder) / "ray").mkdir()
+        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder, "object_store_memory": 100_000_000}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, runtime_env={"env_vars": toy.RAY})
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def demand(cluster: Cluster) -> int:
+    """Placement groups that wait for a node: what an autoscaler is told."""
+    return len(get_cluster_status(cluster.address).resource_demands.placement_group_demand)
+
+
+def test_demand_is_told_a_new_node_is_used_and_an_idle_one_let_go_of(cluster: Cluster, tmp_path: Path) -> None:
+    toy.write_base(tmp_path)
+    connect(toy.cluster_spec(tmp_path, cpus_per_worker=2.0, idle_s=3.0, jobs_per_worker=1))
+    client = Client()
+    specs = [toy.named_job(tmp_path, f"job{n}", steps=3) for n in range(2)]
+    client.submit(specs)
+    toy.until(lambda: demand(cluster) > 0)
+    assert {row["state"] for row in client.status()} == {State.QUEUED}
+    assert all("waits for" in row["reason"] for row in client.status())
+    assert not client.workers()
+    cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
+    rows = client.wait([spec.name for spec in specs])
+    assert {row["state"] for row in rows} == {State.FINISHED}
+    toy.until(lambda: not client.workers() and demand(cluster) == 0)
+    toy.until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
+    client.down()
