@@ -1,0 +1,100 @@
+"""What a group's policy decides, one look at a time: who is to come, who goes, when nothing is to be done."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.train import ScalingConfig
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+
+from tlora.actors import ray_train
+from tlora.actors.ray_train import _InPlace, _Told
+
+
+class FakeGroup:
+    """A placement group that is ready when the test says so."""
+
+    def __init__(self, is_ready: bool = False):
+        self.is_ready = is_ready
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.is_ready
+
+
+class Desk:
+    """A policy, and the placement groups that it has asked for and given back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, size: int, in_place: bool = True):
+        self.removed: list[FakeGroup] = []
+        monkeypatch.setattr(ray_train, "reserve", lambda count, resources: [FakeGroup() for _ in range(count)])
+        monkeypatch.setattr(ray_train, "remove_placement_group", self.removed.append)
+        monkeypatch.setattr(_Told, "_maybe_send_resource_request", lambda policy: None)
+        self.policy = _Told(ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}), size, in_place)
+
+    def look(self, *pids: int, dead: tuple[int, ...] = ()) -> Any:
+        workers = [SimpleNamespace(metadata=SimpleNamespace(node_id="n", pid=pid)) for pid in pids]
+        statuses = {at: SimpleNamespace(running=pid not in dead) for at, pid in enumerate(pids)}
+        return self.policy.make_decision_for_running_worker_group(
+            SimpleNamespace(workers=workers, num_workers=len(workers)), SimpleNamespace(worker_statuses=statuses)
+        )
+
+
+def test_as_many_as_wanted_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, size=2)
+    assert isinstance(desk.look(1, 2), NoopDecision)
+    assert not desk.policy.pending
+
+
+def test_a_larger_group_asks_for_room_once_and_grows_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, size=3)
+    for _ in range(3):
+        assert isinstance(desk.look(1), NoopDecision)
+    assert len(desk.policy.pending) == 2
+    desk.policy.pending[0].is_ready = True
+    assert isinstance(desk.look(1), _InPlace)
+    desk.policy.size = 1
+    desk.look(1)
+    assert len(desk.removed) == 2, "room that is not wanted any more is given back"
+    assert not desk.policy.pending
+
+
+def test_those_told_to_leave_go_and_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, size=2)
+    desk.policy.size = 1
+    desk.policy.leaving.add(("n", 2))
+    assert isinstance(desk.look(1, 2), _InPlace)
+    assert desk.policy.leaving == {("n", 2)}
+    assert not desk.policy.pending
+
+
+def test_a_worker_that_has_ended_goes_and_room_for_another_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, size=2)
+    assert isinstance(desk.look(1, 2, dead=(2,)), _InPlace)
+    assert desk.policy.leaving == {("n", 2)}
+    assert len(desk.policy.pending) == 1
+
+
+def test_one_told_to_leave_that_is_gone_already_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, size=1)
+    desk.policy.leaving.add(("n", 9))
+    assert isinstance(desk.look(1), NoopDecision)
+    assert not desk.policy.leaving
+
+
+def test_a_start_is_of_one_worker_and_gives_back_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, size=3)
+    desk.look(1)
+    decision = desk.policy.make_decision_for_non_running_worker_group()
+    assert decision.num_workers == 1
+    assert len(desk.removed) == 2
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_with_restarts_a_size_is_changed_by_ray_train_itself(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    desk = Desk(monkeypatch, size=size, in_place=False)
+    assert desk.policy.make_decision_for_non_running_worker_group().num_workers == size
+    decision = desk.look(1)
+    assert isinstance(decision, NoopDecision) is (size == 1)
+    if size == 3:
+        assert type(decision) is ResizeDecision
+        assert decision.num_workers == 3
