@@ -13,7 +13,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,6 +33,8 @@ _OBJECT_STORES = ("s3", "gcs", "abfs")
 _HEAD = 1 << 32
 """Numbers that one head may give out. The next one's begin at the next multiple, and it stores an object that takes
 them: so they are above any that were lost unseen, and above those of a former head that is only cut off."""
+_PATIENCE_S = 10.0
+"""What a write may take, so that a storage that hangs holds nobody up for longer."""
 _SCHEMA = """
 CREATE TABLE home (storage TEXT NOT NULL);
 CREATE TABLE jobs (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry TEXT NOT NULL);
@@ -93,12 +95,14 @@ class Journal:
         self._storage = storage if "://" in storage else os.path.abspath(os.path.expanduser(storage))
         self._name = re.sub("://[^/]*@", "://", self._storage)  # without credentials
         self._target: tuple[Any, str] | None = None
+        self._pool = ThreadPoolExecutor(1, "tlora-journal")
+        self._late: Future[None] | None = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
         try:
             self._open()
         except BaseException as error:
-            self._db.close()
+            self.close()
             if type(error) is sqlite3.DatabaseError:  # its subclasses say locked, full or unreachable
                 text = f"{self._path}: {error}; want a journal. Move it away: one is made from {self._name}."
                 raise CheckpointError(text) from error
@@ -107,6 +111,7 @@ class Journal:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+            self._pool.shutdown(wait=False)
 
     def entries(self) -> list[Entry]:
         """In order of submission."""
@@ -260,20 +265,30 @@ class Journal:
                 return list(zip(whole, contents, strict=True))
 
     def _put(self, seq: int, batch: str) -> None:
-        """Write a new object, whole or not at all. Its folder is not made again: where a mount is away, that would be
-        on the head's own disk."""
+        """Write a new object, whole or not at all, within `_PATIENCE_S`. One that takes longer may be there later, as
+        may one that failed; until it is over, no other is begun."""
         with self._storage_errors("written"):
-            files, folder = self._reach()
-            path = f"{folder}/{seq:016d}-{secrets.token_hex(8)}.json"
-            if isinstance(files, LocalFileSystem):
-                with atomic_path(Path(path)) as temporary:
-                    temporary.write_text(batch)
-                return
-            first = path if files.type_name in _OBJECT_STORES else f"{path}.incomplete"
-            with files.open_output_stream(first) as stream:
-                stream.write(batch.encode())
-            if first != path:
-                files.move(first, path)
+            if self._late is not None and not self._late.done():
+                raise TimeoutError("an earlier object is still being written")
+            self._late = self._pool.submit(self._write_object, seq, batch)
+            try:
+                self._late.result(_PATIENCE_S)
+            except TimeoutError:
+                raise TimeoutError(f"no answer for {_PATIENCE_S:g} s") from None
+
+    def _write_object(self, seq: int, batch: str) -> None:
+        """Its folder is not made again: where a mount is away, that would be on the head's own disk."""
+        files, folder = self._reach()
+        path = f"{folder}/{seq:016d}-{secrets.token_hex(8)}.json"
+        if isinstance(files, LocalFileSystem):
+            with atomic_path(Path(path)) as temporary:
+                temporary.write_text(batch)
+            return
+        first = path if files.type_name in _OBJECT_STORES else f"{path}.incomplete"
+        with files.open_output_stream(first) as stream:
+            stream.write(batch.encode())
+        if first != path:
+            files.move(first, path)
 
     def _reach(self) -> tuple[Any, str]:
         """The storage's file system, and the journal's folder in it. At first use: some ask the network for it."""

@@ -1,0 +1,36 @@
+"""The scheduler's journal on a storage that does not answer: nobody waits long, and nothing that was refused comes back."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tlora.actors.journal import Change, Journal
+from tlora.job import State
+
+
+def states(journal: Journal) -> dict[str, State]:
+    return {entry.name: entry.state for entry in journal.entries()}
+
+
+def test_a_storage_that_hangs_holds_nobody_up_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = str(tmp_path / "storage")
+    journal = Journal(tmp_path / "head" / "journal.db", storage)
+    journal.add([(name, {}) for name in "ab"], 1.0)
+    answers, write = threading.Event(), Journal._write_object
+    monkeypatch.setattr("tlora.actors.journal._PATIENCE_S", 0.05)
+    monkeypatch.setattr(Journal, "_write_object", lambda *about: (answers.wait(60), write(*about))[1])
+    with pytest.raises(OSError, match=r"cannot be written: no answer for 0\.05 s"):
+        journal.add([("late", {})], 2.0)
+    journal.change([Change("a", state) for state in (State.ATTACHING, State.RUNNING, State.FINISHED)], 3.0)
+    with pytest.raises(OSError, match="an earlier object is still being written"):
+        journal.add([("c", {})], 2.0)
+    expected = {"a": State.FINISHED, "b": State.QUEUED}
+    assert (states(journal), journal.is_behind) == (expected, True)
+    answers.set()
+    monkeypatch.setattr("tlora.actors.journal._PATIENCE_S", 60.0)
+    while not journal.flush():
+        time.sleep(0.01)
+    after_loss = Journal(tmp_path / "new-head" / "journal.db", storage)
+    assert states(after_loss) == expected == states(journal)
