@@ -9,6 +9,7 @@ that fails is replaced. The controller is a named, detached actor, so that the s
 import copy
 import dataclasses
 import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -154,9 +155,10 @@ class _Workers(WorkerGroup):
         self._worker_rank_to_replica_group_rank = {index: index for index in range(len(workers))}
 
 
-def reserve(count: int, resources: dict[str, float]) -> list[PlacementGroup]:
-    """A placement group for each of so many workers. One that is not ready is demand that an autoscaler sees."""
-    return [placement_group([resources], strategy="PACK") for _ in range(count)]
+def reserve(count: int, resources: dict[str, float], near: str | None = None) -> list[PlacementGroup]:
+    """A placement group for each of so many workers; on node `near`, if it has room: there the base is in the cache of
+    files, and GPUs reach one another best. One that is not ready is demand that an autoscaler sees."""
+    return [placement_group([resources], strategy="STRICT_PACK", _soft_target_node_id=near) for _ in range(count)]
 
 
 @dataclasses.dataclass
@@ -203,7 +205,9 @@ class _Told(ScalingPolicy):
         for group in self.pending[wanted:]:
             remove_placement_group(group)
         self.pending = self.pending[:wanted]
-        self.pending += reserve(wanted - len(self.pending), self.resources)
+        nodes = Counter(node for node, pid in here if (node, pid) not in self.leaving)
+        near = max(nodes, key=lambda node: (nodes[node], node), default=None)
+        self.pending += reserve(wanted - len(self.pending), self.resources, near)
         if self.leaving or any(group.wait(0) for group in self.pending):
             return _InPlace(self.size, self.resources)
         return NoopDecision()

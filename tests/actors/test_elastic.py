@@ -54,3 +54,18 @@ def test_demand_is_told_a_new_node_is_used_and_an_idle_one_let_go_of(cluster: Cl
     toy.until(lambda: not client.workers() and demand(cluster) == 0)
     toy.until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
     client.down()
+
+
+def test_a_growing_group_stays_on_its_node_while_there_is_room(cluster: Cluster, tmp_path: Path) -> None:
+    toy.write_base(tmp_path)
+    for _ in range(2):
+        cluster.add_node(num_cpus=4, object_store_memory=100_000_000)
+    connect(toy.cluster_spec(tmp_path, cpus_per_worker=2.0, jobs_per_worker=1))
+    client = Client()
+    specs = [toy.named_job(tmp_path, f"job{n}", steps=100_000) for n in range(2)]
+    for count, spec in enumerate(specs, 1):
+        client.submit([spec])
+        toy.until(lambda count=count: len([worker for worker in client.workers() if worker["jobs"]]) == count)
+    assert len({worker["node"] for worker in client.workers()}) == 1
+    client.cancel([spec.name for spec in specs])
+    client.down()

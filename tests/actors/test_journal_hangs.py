@@ -1,4 +1,4 @@
-"""The scheduler's journal on a storage that does not answer: nobody waits long, and nothing that was refused comes back."""
+"""The scheduler's journal on a storage that does not answer: nobody waits long, and what was refused stays so."""
 
 import threading
 import time

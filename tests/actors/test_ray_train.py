@@ -14,8 +14,8 @@ from tlora.actors.ray_train import _InPlace, _Told
 class FakeGroup:
     """A placement group that is ready when the test says so."""
 
-    def __init__(self, is_ready: bool = False):
-        self.is_ready = is_ready
+    def __init__(self, near: str | None = None):
+        self.is_ready, self.near = False, near
 
     def wait(self, timeout_s: float) -> bool:
         return self.is_ready
@@ -26,13 +26,16 @@ class Desk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, size: int, in_place: bool = True):
         self.removed: list[FakeGroup] = []
-        monkeypatch.setattr(ray_train, "reserve", lambda count, resources: [FakeGroup() for _ in range(count)])
+        monkeypatch.setattr(
+            ray_train, "reserve", lambda count, resources, near: [FakeGroup(near) for _ in range(count)]
+        )
         monkeypatch.setattr(ray_train, "remove_placement_group", self.removed.append)
         monkeypatch.setattr(_Told, "_maybe_send_resource_request", lambda policy: None)
         self.policy = _Told(ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}), size, in_place)
 
-    def look(self, *pids: int, dead: tuple[int, ...] = ()) -> Any:
-        workers = [SimpleNamespace(metadata=SimpleNamespace(node_id="n", pid=pid)) for pid in pids]
+    def look(self, *pids: int, dead: tuple[int, ...] = (), nodes: str = "nnnn") -> Any:
+        metadata = [SimpleNamespace(node_id=node, pid=pid) for node, pid in zip(nodes, pids, strict=False)]
+        workers = [SimpleNamespace(metadata=each) for each in metadata]
         statuses = {at: SimpleNamespace(running=pid not in dead) for at, pid in enumerate(pids)}
         return self.policy.make_decision_for_running_worker_group(
             SimpleNamespace(workers=workers, num_workers=len(workers)), SimpleNamespace(worker_statuses=statuses)
@@ -56,6 +59,15 @@ def test_a_larger_group_asks_for_room_once_and_grows_when_it_is_there(monkeypatc
     desk.look(1)
     assert len(desk.removed) == 2, "room that is not wanted any more is given back"
     assert not desk.policy.pending
+
+
+def test_new_workers_are_wanted_where_most_of_the_group_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, size=4)
+    desk.look(1, 2, 3, nodes="aba")
+    assert [group.near for group in desk.policy.pending] == ["a"]
+    desk.policy.leaving = {("a", 1), ("a", 3)}
+    desk.look(1, 2, 3, nodes="aba")
+    assert [group.near for group in desk.policy.pending] == ["a", "b", "b"]
 
 
 def test_those_told_to_leave_go_and_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
