@@ -225,7 +225,7 @@ class Worker:
         try:
             job = coming.job.result()
             self._attempts[name], self._saved_s[name] = coming.order.attempt, time.monotonic()
-            trainer.join(job)
+            trainer.admit(job)
         except StateError as error:  # its folder is still held by a process that is cut off, or on its way out
             if not coming.again_s:
                 log.warning("job=%s group=%s waits: %s", name, self.options.group, error)

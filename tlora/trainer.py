@@ -104,7 +104,7 @@ class Trainer:
         if spec.name in self.jobs or spec.name in self.leaving:
             raise StateError(f"job {spec.name} is resident already; want another name.")
         job = self.prepare(spec, data, resume=resume, record=record, tokenizer=tokenizer)
-        self.join(job)
+        self.admit(job)
         return job
 
     def prepare(
@@ -117,7 +117,7 @@ class Trainer:
         tokenizer: Any = None,
     ) -> ResidentJob:
         """The part of `attach` that takes time, and may run in another thread beside the ticks: a job with its state,
-        which holds its folder until it has joined and left, or is given up."""
+        which holds its folder until it has been admitted and left, or is given up."""
         with own_stream(self.supermodel.device):
             state = AdapterState(
                 self.supermodel.outline.lay_out(spec.adapter),
@@ -153,7 +153,7 @@ class Trainer:
             job.tracker.close()
         job.folder.close()
 
-    def join(self, job: ResidentJob) -> None:
+    def admit(self, job: ResidentJob) -> None:
         """Let a prepared job take part from the next tick on."""
         try:
             job.record.to(State.ATTACHING)
