@@ -16,8 +16,9 @@ $(READY): pyproject.toml constraints.txt
 demo: setup
 	.venv/bin/python examples/demo.py
 
+# Two at a time, a file each: those of the cluster wait more than they compute.
 test: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	.venv/bin/ruff check .
