@@ -28,13 +28,15 @@ from tlora.job import JobRecord, State
 from tlora.kernels.adamw import adamw
 from tlora.kernels.tiles import Update
 from tlora.optim import update_of
-from tlora.packing import Item, pack, rows_of
+from tlora.packing import Batch, Item, pack, rows_of
 from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import JobSpec, differences, parse_job
 from tlora.supermodel import SuperModel
 from tlora.tracking import Tracker
 
 log = logging.getLogger("tlora")
+Bid = tuple[ResidentJob, Claim, int]
+"""A job, what it asked for, and how many sequences it is to send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +96,7 @@ class Trainer:
         """
         if spec.name in self.jobs:
             raise StateError(f"job {spec.name} is resident already; want another name.")
-        state = AdapterState(
-            self.supermodel.outline.lay_out(spec.adapter),
-            spec.adapter,
-            seed=spec.seed,
-            device=self.supermodel.device,
-            dtype=self.supermodel.dtype,
-        )
+        state = self._new_state(spec)
         record = record or JobRecord(spec.name)
         job = ResidentJob(spec, data, state, record, tokenizer, per_sequence=self.supermodel.deterministic)
         longest = longest_rows(data, self.supermodel.deterministic)
@@ -109,23 +105,12 @@ class Trainer:
                 f"job {spec.name}: its longest sequence takes {longest} rows; want at most the token budget, "
                 f"{self.token_budget}. Lower data.max_length or raise the budget."
             )
-        folder = JobFolder(spec.folder)
-        for left in folder.open():
-            log.warning("job %s: removed %s, left half-written.", spec.name, left)
-        try:
-            run_id = self._restore(job, folder, resume)
-            with atomic_path(spec.folder / "job.yaml") as path:
-                path.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
-            record.to(State.ATTACHING)
-        except BaseException:
-            folder.close()
-            raise
+        folder, run_id = self._open(job, resume)
         job.slot = self.supermodel.place(state)
         self.jobs[spec.name], self._folders[spec.name] = job, folder
-        evaluating = job.phase is Phase.EVALUATING
-        self._trackers[spec.name] = Tracker(spec, spec.folder, step=job.step, evaluating=evaluating, run_id=run_id)
+        self._trackers[spec.name] = self._new_tracker(job, run_id)
         record.to(State.RUNNING)
-        begin = self._evaluate_or_settle if evaluating else self._go_on
+        begin = self._evaluate_or_settle if job.phase is Phase.EVALUATING else self._go_on
         self._guard(job, partial(begin, job))
         return job
 
@@ -146,9 +131,8 @@ class Trainer:
         began_s = time.perf_counter()
         with self.supermodel.threads():
             phase, dealt = self._deal()
-            for items in nanobatch.cut(dealt, self.options.nano_batches, self._work):
-                self._send(items, phase)
-            through = [job for job in self.jobs.values() if job.phase is phase and job.is_through and dealt]
+            self._send_all(dealt, phase)
+            through = self._through(dealt, phase)
             if phase is Phase.TRAINING:
                 self._step(through)
             else:
@@ -182,14 +166,29 @@ class Trainer:
             self._phase = Phase.TRAINING if self._phase is Phase.EVALUATING else Phase.EVALUATING
         elif waiting:
             (self._phase,) = waiting
-        jobs = sorted((job for job in self.jobs.values() if job.phase is self._phase), key=lambda job: job.slot)
-        claims = [Claim(job.spec.share, job.pending_rows, job.step_rows, job.credit) for job in jobs]
         self._turn += 1
+        return self._phase, self._take(self._bid(self._phase))
+
+    def _bid(self, phase: Phase) -> list[Bid]:
+        """What a tick of this kind would take of whom; nothing is changed yet."""
+        jobs = sorted((job for job in self.jobs.values() if job.phase is phase), key=lambda job: job.slot)
+        claims = [Claim(job.spec.share, job.pending_rows, job.step_rows, job.credit) for job in jobs]
+        return list(zip(jobs, claims, deal(claims, self.token_budget, self._turn), strict=True))
+
+    def _take(self, bids: list[Bid]) -> list[Item]:
         items: list[Item] = []
-        for job, claim, count in zip(jobs, claims, deal(claims, self.token_budget, self._turn), strict=True):
+        for job, claim, count in bids:
             job.credit = claim.credit
             items += job.take(count)
-        return self._phase, items
+        return items
+
+    def _send_all(self, dealt: list[Item], phase: Phase) -> None:
+        for items in nanobatch.cut(dealt, self.options.nano_batches, self._work):
+            self._send(items, phase)
+
+    def _through(self, dealt: list[Item], phase: Phase) -> list[ResidentJob]:
+        """Jobs whose step, or evaluation, this tick has brought to its end."""
+        return [job for job in self.jobs.values() if job.phase is phase and job.is_through and dealt]
 
     def _work(self, item: Item) -> float:
         """Rank-weighted work of a sequence, for an even cut."""
@@ -197,16 +196,21 @@ class Trainer:
         return len(item.sequence) * (self.supermodel.outline.num_parameters + layout.num_parameters)
 
     def _send(self, items: list[Item], phase: Phase) -> None:
+        batch = self._pack(items, phase)
         training = phase is Phase.TRAINING
+        self._note(items, self.supermodel.train(batch) if training else self.supermodel.evaluate(batch))
+
+    def _pack(self, items: list[Item], phase: Phase) -> Batch:
         num_rows = sum(rows_of(item.sequence, self.supermodel.deterministic) for item in items)
-        batch = pack(
+        return pack(
             items,
             device=self.supermodel.device,
             per_sequence=self.supermodel.deterministic,
-            training=training,
+            training=phase is Phase.TRAINING,
             round_to=math.lcm(self.options.round_to, self.supermodel.row_multiple(num_rows)),
         )
-        losses = self.supermodel.train(batch) if training else self.supermodel.evaluate(batch)
+
+    def _note(self, items: list[Item], losses: torch.Tensor) -> None:
         for job in self.jobs.values():
             at = [index for index, item in enumerate(items) if item.slot == job.slot]
             if at:  # one after the other, in the batch as in the step
@@ -222,11 +226,15 @@ class Trainer:
             return
         for job in stepped:
             job.is_settled = False
-        norms = adamw(list(updates.values()))
+        norms = self._update(updates)
         losses = torch.stack([update.loss for update in updates.values()])
         values = torch.stack([losses.double(), norms.double()], dim=1).tolist()
         for job, (loss, norm) in zip(stepped, values, strict=True):
             self._guard(job, partial(self._after_step, job, loss, norm))
+
+    def _update(self, updates: dict[str, Update]) -> torch.Tensor:
+        """Take the steps; returns the gradients' norms before clipping."""
+        return adamw(list(updates.values()))
 
     def _prepare(self, job: ResidentJob, updates: dict[str, Update]) -> None:
         loss = job.summed_loss()
@@ -302,7 +310,10 @@ class Trainer:
         return JobError(f"{what}; stopped at its last good checkpoint, {kept}{trouble}")
 
     def _save(self, job: ResidentJob) -> None:
-        if not torch.isfinite(job.state.master).all():
+        self._write(job, job.state)
+
+    def _write(self, job: ResidentJob, state: AdapterState) -> None:
+        if not torch.isfinite(state.master).all():
             raise JobError(f"its weights are no longer finite at step {job.step}")
         meta = {
             "spec": job.spec.model_dump(mode="json"),
@@ -317,7 +328,35 @@ class Trainer:
             "run_id": self._trackers[job.name].run_id,
             "environment": environment.describe(),
         }
-        save_state(job.spec.folder, job.state.tensors(), meta)
+        save_state(job.spec.folder, state.tensors(), meta)
+
+    def _new_state(self, spec: JobSpec) -> AdapterState:
+        return AdapterState(
+            self.supermodel.outline.lay_out(spec.adapter),
+            spec.adapter,
+            seed=spec.seed,
+            device=self.supermodel.device,
+            dtype=self.supermodel.dtype,
+        )
+
+    def _open(self, job: ResidentJob, resume: bool) -> tuple[JobFolder, str | None]:
+        """Hold the job's folder and load what it has; returns the tracking run's id too. On an error nothing is held."""
+        folder = JobFolder(job.spec.folder)
+        for left in folder.open():
+            log.warning("job %s: removed %s, left half-written.", job.name, left)
+        try:
+            run_id = self._restore(job, folder, resume)
+            with atomic_path(job.spec.folder / "job.yaml") as path:
+                path.write_text(yaml.safe_dump(job.spec.model_dump(mode="json"), sort_keys=False))
+            job.record.to(State.ATTACHING)
+        except BaseException:
+            folder.close()
+            raise
+        return folder, run_id
+
+    def _new_tracker(self, job: ResidentJob, run_id: str | None) -> Tracker:
+        evaluating = job.phase is Phase.EVALUATING
+        return Tracker(job.spec, job.spec.folder, step=job.step, evaluating=evaluating, run_id=run_id)
 
     def _restore(self, job: ResidentJob, folder: JobFolder, resume: bool) -> str | None:
         """Load what the folder holds; returns its tracking run id."""
@@ -348,8 +387,11 @@ class Trainer:
         return str(meta["run_id"])
 
     def _export(self, job: ResidentJob, part: str) -> None:
+        self._write_adapter(job, job.state, part)
+
+    def _write_adapter(self, job: ResidentJob, state: AdapterState, part: str) -> None:
         folder, trained = job.spec.folder / part, job.spec.optim.lr > 0.0 and job.step > 1
-        export_peft(job.state, folder, job.spec.base, self.supermodel.outline.linears, trained=trained)
+        export_peft(state, folder, job.spec.base, self.supermodel.outline.linears, trained=trained)
         if job.tokenizer is not None:
             save_tokenizer(job.tokenizer, folder)
 

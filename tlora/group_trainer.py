@@ -1,0 +1,373 @@
+"""The trainer of one rank of a group: the main path, where jobs may lie on several lanes and a base on several ranks.
+
+A job lives whole on one lane, or its sequences are split over several, which then reduce its vector once a step. The
+first rank of its lanes leads: it alone holds the job's folder and tracker, and the others learn how each of its actions
+ended. Ranks of one circle agree on every tick in one exchange, and those without rows of its kind send a row of nobody's.
+"""
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+
+from tlora import nanobatch
+from tlora.adapter import AdapterState
+from tlora.checkpoint import JobFolder
+from tlora.data import JobData
+from tlora.errors import GroupError, JobError, StateError, TloraError
+from tlora.job import JobRecord, State
+from tlora.kernels.tiles import Update
+from tlora.packing import Batch, Item, idle
+from tlora.parallel import Mesh
+from tlora.resident import Phase, ResidentJob
+from tlora.spec import JobSpec
+from tlora.supermodel import SuperModel
+from tlora.tensor_parallel import SplitState
+from tlora.tracking import Silent, Tracker
+from tlora.trainer import Bid, Tick, Trainer, TrainerOptions
+
+log = logging.getLogger("tlora")
+_T = TypeVar("_T")
+_MOST_SHARED = 64
+"""Most jobs on several ranks that one rank may hold: an exchange has one length."""
+_HEAD = 4
+_PHASES = (Phase.TRAINING, Phase.EVALUATING)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Where a job lives."""
+
+    lanes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    summed: tuple[int, ...]
+    """Ranks that have the same part of the job's vector as this one, by lane."""
+
+    @property
+    def lead(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def is_split(self) -> bool:
+        return len(self.lanes) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a rank says before a tick; numbers, so that all messages have one length."""
+
+    last: int
+    """The kind of its last tick."""
+    kinds: int
+    """A bit for each kind of which it has rows to send."""
+    order: int
+    """The newest order that it has heard of."""
+    micros: int
+    """What its last tick took."""
+    through: frozenset[int] = frozenset()
+    """Split jobs of which nothing will be left here after a tick of their kind."""
+    lost: frozenset[int] = frozenset()
+    """Jobs of several ranks that failed here since the last tick."""
+
+    def numbers(self) -> list[int]:
+        lists = [sorted(part) + [0] * (_MOST_SHARED - len(part)) for part in (self.through, self.lost)]
+        return [self.last, self.kinds, self.order, self.micros, *lists[0], *lists[1]]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "Message":
+        lists = numbers[_HEAD : _HEAD + _MOST_SHARED], numbers[_HEAD + _MOST_SHARED :]
+        return cls(*numbers[:_HEAD], *(frozenset(part) - {0} for part in lists))
+
+
+def number_of(name: str) -> int:
+    """A job's number in messages, never 0."""
+    return zlib.crc32(name.encode()) + 1
+
+
+class GroupTrainer(Trainer):
+    """One rank: a super-model that was made with `mesh`, and the jobs of this rank's lane."""
+
+    def __init__(self, supermodel: SuperModel, mesh: Mesh, options: TrainerOptions = TrainerOptions()):
+        super().__init__(supermodel, options)
+        self.mesh = mesh
+        self.order = 0
+        """The newest order that every rank of the circle has heard of, at the last tick."""
+        self._heard = 0
+        self._held: dict[str, Holding] = {}
+        self._lost: set[int] = set()
+        self._messages: list[Message] = []
+        self._norms: dict[str, torch.Tensor] = {}
+        self._tick_s = 0.0
+
+    def attach(
+        self,
+        spec: JobSpec,
+        data: JobData,
+        *,
+        resume: bool = False,
+        record: JobRecord | None = None,
+        tokenizer: Any = None,
+        lanes: Sequence[int] = (),
+    ) -> ResidentJob:
+        """`Trainer.attach`, on every rank of the job's `lanes` between the same two ticks of their circle; this rank's
+        lane alone, if none are given. What the lead raises, all of them raise."""
+        plan, lanes = self.mesh.plan, tuple(sorted(lanes)) or (self.mesh.lane,)
+        ranks = plan.ranks_of(lanes)
+        if self.mesh.lane not in lanes or not set(ranks) <= {*self.mesh.circle, *self.mesh.lane_ranks}:
+            raise StateError(f"job {spec.name}: lanes {lanes} want a circle of their ranks; got {self.mesh.circle}.")
+        if len(ranks) > 1 and sum(len(held.ranks) > 1 for held in self._held.values()) == _MOST_SHARED:
+            raise StateError(f"job {spec.name}: a rank takes at most {_MOST_SHARED} jobs that others hold too.")
+        if spec.name in self.jobs:
+            raise StateError(f"job {spec.name} is resident already; want another name.")
+        self._held[spec.name] = Holding(lanes, ranks, ranks[self.mesh.part :: plan.tensor])
+        try:
+            return super().attach(spec, data, resume=resume, record=record, tokenizer=tokenizer)
+        finally:
+            if spec.name not in self.jobs:
+                self._held.pop(spec.name, None)
+
+    def tick(self, heard: int = 0) -> Tick:
+        """`Trainer.tick`, together with the ranks of the circle, all of which must call it. `heard`: the newest order
+        that this rank has; afterwards `order` is the newest that all of them had, to be carried out by all of them now.
+
+        Raises GroupError if a rank of it is gone."""
+        began_s, self._heard = time.perf_counter(), max(heard, self._heard)
+        with self.mesh.surfacing():
+            tick = super().tick()
+        self._tick_s = time.perf_counter() - began_s
+        return tick
+
+    def _new_state(self, spec: JobSpec) -> AdapterState:
+        if not self.supermodel.cuts:
+            return super()._new_state(spec)
+        whole = self.supermodel.outline.lay_out(spec.adapter)
+        return SplitState(
+            whole, spec.adapter, self.supermodel.cuts, self.mesh, seed=spec.seed, dtype=self.supermodel.dtype
+        )
+
+    def _open(self, job: ResidentJob, resume: bool) -> tuple[JobFolder, str | None]:
+        held = self._held[job.name]
+        if len(held.ranks) == 1:
+            return super()._open(job, resume)
+        job.part = held.lanes.index(self.mesh.lane), len(held.lanes)
+        mine, job.state = job.state, self._whole_state(job, is_drawn=self._leads(held))
+
+        def opened() -> tuple[Any, ...]:
+            self._folders[job.name], run_id = super(GroupTrainer, self)._open(job, resume)
+            return job.step, job.tokens, job.best_loss, job.phase, run_id
+
+        try:
+            job.step, job.tokens, job.best_loss, job.phase, run_id = self._led(job, opened)
+            for vector in job.state.tensors().values():
+                self.mesh.broadcast(vector, held.lead, held.ranks)
+            mine.load(job.state.tensors())
+        finally:
+            job.state, folder = mine, self._folders.pop(job.name, None)
+        job.record.to(State.ATTACHING)
+        return folder or JobFolder(job.spec.folder), run_id
+
+    def _new_tracker(self, job: ResidentJob, run_id: str | None) -> Tracker:
+        return super()._new_tracker(job, run_id) if self._leads(self._held[job.name]) else Silent(run_id)
+
+    def _leads(self, held: Holding) -> bool:
+        return held.lead == self.mesh.rank
+
+    def _led(self, job: ResidentJob, action: Callable[[], _T]) -> _T:
+        """What the lead does for a job, and all its ranks learn the end of."""
+        held = self._held[job.name]
+        if len(held.ranks) == 1:
+            return action()
+        told: tuple[Exception | None, Any] = None, None
+        if self._leads(held):
+            try:
+                told = None, action()
+            except (TloraError, OSError) as error:
+                told = error, None
+            except (SafetensorError, ArithmeticError, RuntimeError) as error:
+                told = JobError(f"{type(error).__name__}: {error}"), None
+        error, result = self.mesh.tell(told, held.lead, held.ranks)
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def _whole_state(self, job: ResidentJob, *, is_drawn: bool) -> AdapterState:
+        """A job's vectors, not cut; in host memory where they are cut here."""
+        if not isinstance(job.state, SplitState):
+            return job.state
+        spec, dtype = job.spec, self.supermodel.dtype
+        return AdapterState(
+            job.state.whole_layout, spec.adapter, seed=spec.seed, device=torch.device("cpu"), dtype=dtype,
+            is_drawn=is_drawn,
+        )  # fmt: skip
+
+    def _gathered(self, job: ResidentJob) -> AdapterState:
+        """A job's whole vectors; right on its lead alone."""
+        held, mine = self._held[job.name], job.state
+        if not isinstance(mine, SplitState) or self.mesh.lane != held.lanes[0]:
+            return mine
+        parts = {name: self.mesh.gather(vector, self.mesh.lane_ranks) for name, vector in mine.tensors().items()}
+        whole = self._whole_state(job, is_drawn=False)
+        for part in range(self.mesh.plan.tensor):
+            mine.fill(whole.tensors(), {name: vectors[part] for name, vectors in parts.items()}, part)
+        return whole
+
+    def _save(self, job: ResidentJob) -> None:
+        self._led(job, partial(self._write, job, self._gathered(job)))
+
+    def _export(self, job: ResidentJob, part: str) -> None:
+        self._led(job, partial(self._write_adapter, job, self._gathered(job), part))
+
+    def _guard(self, job: ResidentJob, action: Callable[[], None]) -> None:
+        """A rank that is gone is no job's fault."""
+        failed: list[GroupError] = []
+
+        def watched() -> None:
+            try:
+                action()
+            except GroupError as error:
+                failed.append(error)
+
+        super()._guard(job, watched)
+        if failed:
+            raise failed[0]
+
+    def _leave(self, job: ResidentJob, state: State, reason: str) -> None:
+        super()._leave(job, state, reason)
+        if len(self._held.pop(job.name).ranks) > 1 and state is State.FAILED:
+            self._lost.add(number_of(job.name))
+
+    def _deal(self) -> tuple[Phase, list[Item]]:
+        """As a rank alone would, but that a kind which any rank of the circle waits for has its turn."""
+        self._turn += 1
+        while True:
+            bids = {phase: self._bid(phase) for phase in _PHASES}
+            self._messages = [Message.of(numbers) for numbers in self.mesh.exchange(self._message(bids).numbers())]
+            self._lost.clear()
+            lost = frozenset[int]().union(*(message.lost for message in self._messages))
+            for job in [job for job in self.jobs.values() if number_of(job.name) in lost]:
+                self._leave(job, State.FAILED, "it failed on another rank of its group")
+            self._lost.clear()
+            if not lost:
+                break
+        self.order = min(message.order for message in self._messages)
+        kinds = self._kinds
+        if kinds == 3:
+            self._phase = _PHASES[1 - self._messages[0].last]
+        elif kinds:
+            self._phase = _PHASES[kinds - 1]
+        return self._phase, self._take(bids[self._phase])
+
+    @property
+    def _kinds(self) -> int:
+        """Bits of the kinds that some rank of the circle has rows of."""
+        kinds = 0
+        for message in self._messages:
+            kinds |= message.kinds
+        return kinds
+
+    def _message(self, bids: dict[Phase, list[Bid]]) -> Message:
+        through = frozenset(
+            number_of(job.name)
+            for phase in _PHASES
+            for job, claim, count in bids[phase]
+            if self._held[job.name].is_split and count == len(claim.lengths)
+        )
+        kinds = sum(1 << at for at, phase in enumerate(_PHASES) if any(count for _, _, count in bids[phase]))
+        return Message(
+            _PHASES.index(self._phase), kinds, self._heard, int(self._tick_s * 1e6), through, frozenset(self._lost)
+        )
+
+    def _send_all(self, dealt: list[Item], phase: Phase) -> None:
+        slices = nanobatch.cut(dealt, self.options.nano_batches, self._work)
+        if not self.mesh.plan.is_spread:
+            for items in slices:
+                self._send(items, phase)
+            return
+        if not self._kinds:
+            return
+        batches = [self._pack(items, phase) for items in slices] or [self._idle(phase)]
+        training = phase is Phase.TRAINING
+        losses = (self.supermodel.train_slices if training else self.supermodel.evaluate_slices)(batches)
+        for items, part in zip(slices, losses, strict=False):
+            self._note(items, part)
+
+    def _idle(self, phase: Phase) -> Batch:
+        return idle(
+            device=self.supermodel.device,
+            per_sequence=self.supermodel.deterministic,
+            training=phase is Phase.TRAINING,
+            num_rows=self.supermodel.row_multiple(1),
+        )
+
+    def _through(self, dealt: list[Item], phase: Phase) -> list[ResidentJob]:
+        jobs = [job for job in self.jobs.values() if job.phase is phase and job.is_through and self._kinds]
+        return sorted((job for job in jobs if self._is_through_everywhere(job)), key=lambda job: job.name)
+
+    def _is_through_everywhere(self, job: ResidentJob) -> bool:
+        held = self._held[job.name]
+        said = dict(zip(self.mesh.circle, self._messages, strict=True))
+        return not held.is_split or all(number_of(job.name) in said[rank].through for rank in held.ranks)
+
+    def _step(self, jobs: list[ResidentJob]) -> None:
+        self._reduce(jobs, with_gradient=True)
+        super()._step(jobs)
+
+    def _finish_evaluation(self, jobs: list[ResidentJob]) -> None:
+        self._reduce(jobs, with_gradient=False)
+        super()._finish_evaluation(jobs)
+
+    def _reduce(self, jobs: list[ResidentJob], *, with_gradient: bool) -> None:
+        """Sum what the ranks that hold a job have of its gradient and losses; nothing of a job that one rank holds."""
+        for job in jobs:
+            held = self._held[job.name]
+            if held.is_split:
+                vectors = [job.state.grad, job.losses] if with_gradient else [job.losses]
+                joined = torch.cat(vectors)
+                self.mesh.sum_in_order(joined, held.summed)
+                for vector, part in zip(vectors, joined.split([len(vector) for vector in vectors]), strict=True):
+                    vector.copy_(part)
+            if with_gradient and isinstance(job.state, SplitState):
+                self.mesh.sum_in_order(job.state.grad[job.state.partial], self.mesh.lane_ranks)
+        split = [job for job in jobs if isinstance(job.state, SplitState)]
+        if with_gradient and split:
+            self._measure(split)
+
+    def _measure(self, jobs: list[ResidentJob]) -> None:
+        """Norms of whole gradients, of which each rank has a cut part: one number a job goes round."""
+        squares = torch.stack([square for job in jobs for square in _squares(job.state)]).view(-1, 2)
+        cut, common = squares.unbind(1)
+        cut = cut.contiguous()
+        self.mesh.sum_in_order(cut, self.mesh.lane_ranks)
+        for job, norm in zip(jobs, (cut + common).sqrt(), strict=True):
+            self._norms[job.name] = norm
+
+    def _prepare(self, job: ResidentJob, updates: dict[str, Update]) -> None:
+        super()._prepare(job, updates)
+        norm, update = self._norms.get(job.name), updates[job.name]
+        if norm is None:
+            return
+        if update.max_grad_norm > 0.0:
+            update.grad.mul_((update.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        loss = torch.where(torch.isfinite(norm), update.loss, torch.nan)
+        updates[job.name] = replace(update, max_grad_norm=0.0, loss=loss)
+
+    def _update(self, updates: dict[str, Update]) -> torch.Tensor:
+        norms = super()._update(updates)
+        for at, name in enumerate(updates):
+            if name in self._norms:
+                norms[at] = self._norms.pop(name)
+        return norms
+
+
+def _squares(state: AdapterState) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a gradient's cut part, and of what every rank has."""
+    assert isinstance(state, SplitState)
+    grad, common = state.grad.double(), state.common
+    ends = torch.cat([grad[: common.start], grad[common.stop :]])
+    return ends.square().sum(), grad[common].square().sum()
