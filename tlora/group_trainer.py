@@ -1,15 +1,16 @@
 """The trainer of one rank of a group: the main path, where jobs may lie on several lanes and a base on several ranks.
 
 A job lives whole on one lane, or its sequences are split over several, which then reduce its vector once a step. The
-first rank of its lanes leads: it alone holds the job's folder and tracker, and the others learn how each of its actions
-ended. Ranks of one circle agree on every tick in one exchange, and those without rows of its kind send a row of nobody's.
+first rank of its lanes leads: it alone holds the job's folder and tracker, and the others learn how its actions ended.
+Ranks of one circle agree on every tick in one exchange, and those without rows of its kind send a row of nobody's.
 """
 
 import logging
 import time
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from tlora import nanobatch
 from tlora.adapter import AdapterState
 from tlora.checkpoint import JobFolder
+from tlora.circle import MOST_SHARED, PHASES, Holding, Message, number_of
 from tlora.data import JobData
 from tlora.errors import GroupError, JobError, StateError, TloraError
 from tlora.job import JobRecord, State
@@ -34,67 +36,13 @@ from tlora.trainer import Bid, Tick, Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
 _T = TypeVar("_T")
-_MOST_SHARED = 64
-"""Most jobs on several ranks that one rank may hold: an exchange has one length."""
-_HEAD = 4
-_PHASES = (Phase.TRAINING, Phase.EVALUATING)
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Where a job lives."""
-
-    lanes: tuple[int, ...]
-    ranks: tuple[int, ...]
-    summed: tuple[int, ...]
-    """Ranks that have the same part of the job's vector as this one, by lane."""
-
-    @property
-    def lead(self) -> int:
-        return self.ranks[0]
-
-    @property
-    def is_split(self) -> bool:
-        return len(self.lanes) > 1
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What a rank says before a tick; numbers, so that all messages have one length."""
-
-    last: int
-    """The kind of its last tick."""
-    kinds: int
-    """A bit for each kind of which it has rows to send."""
-    order: int
-    """The newest order that it has heard of."""
-    micros: int
-    """What its last tick took."""
-    through: frozenset[int] = frozenset()
-    """Split jobs of which nothing will be left here after a tick of their kind."""
-    lost: frozenset[int] = frozenset()
-    """Jobs of several ranks that failed here since the last tick."""
-
-    def numbers(self) -> list[int]:
-        lists = [sorted(part) + [0] * (_MOST_SHARED - len(part)) for part in (self.through, self.lost)]
-        return [self.last, self.kinds, self.order, self.micros, *lists[0], *lists[1]]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> "Message":
-        lists = numbers[_HEAD : _HEAD + _MOST_SHARED], numbers[_HEAD + _MOST_SHARED :]
-        return cls(*numbers[:_HEAD], *(frozenset(part) - {0} for part in lists))
-
-
-def number_of(name: str) -> int:
-    """A job's number in messages, never 0."""
-    return zlib.crc32(name.encode()) + 1
 
 
 class GroupTrainer(Trainer):
     """One rank: a super-model that was made with `mesh`, and the jobs of this rank's lane."""
 
-    def __init__(self, supermodel: SuperModel, mesh: Mesh, options: TrainerOptions = TrainerOptions()):
-        super().__init__(supermodel, options)
+    def __init__(self, supermodel: SuperModel, mesh: Mesh, options: TrainerOptions | None = None):
+        super().__init__(supermodel, options or TrainerOptions())
         self.mesh = mesh
         self.order = 0
         """The newest order that every rank of the circle has heard of, at the last tick."""
@@ -104,6 +52,15 @@ class GroupTrainer(Trainer):
         self._messages: list[Message] = []
         self._norms: dict[str, torch.Tensor] = {}
         self._tick_s = 0.0
+        self._tick_rows = 0
+        self._controller = nanobatch.Controller()
+        self._reduced: set[str] = set()
+        on_gpu = mesh.device.type == "cuda"
+        self._aside = torch.cuda.Stream(mesh.device) if on_gpu else None
+        """Where split jobs' vectors are summed while other slices compute."""
+        self.beside = on_gpu and mesh.plan.tensor > 1 and not supermodel.deterministic
+        """Whether slices run at once, so that a job in several of them needs a gradient for each."""
+        self._spares: dict[str, list[tuple[int, AdapterState]]] = {}
 
     def attach(
         self,
@@ -121,8 +78,8 @@ class GroupTrainer(Trainer):
         ranks = plan.ranks_of(lanes)
         if self.mesh.lane not in lanes or not set(ranks) <= {*self.mesh.circle, *self.mesh.lane_ranks}:
             raise StateError(f"job {spec.name}: lanes {lanes} want a circle of their ranks; got {self.mesh.circle}.")
-        if len(ranks) > 1 and sum(len(held.ranks) > 1 for held in self._held.values()) == _MOST_SHARED:
-            raise StateError(f"job {spec.name}: a rank takes at most {_MOST_SHARED} jobs that others hold too.")
+        if len(ranks) > 1 and sum(len(held.ranks) > 1 for held in self._held.values()) == MOST_SHARED:
+            raise StateError(f"job {spec.name}: a rank takes at most {MOST_SHARED} jobs that others hold too.")
         if spec.name in self.jobs:
             raise StateError(f"job {spec.name} is resident already; want another name.")
         self._held[spec.name] = Holding(lanes, ranks, ranks[self.mesh.part :: plan.tensor])
@@ -132,6 +89,12 @@ class GroupTrainer(Trainer):
             if spec.name not in self.jobs:
                 self._held.pop(spec.name, None)
 
+    def join(self, ranks: Sequence[int]) -> None:
+        """Agree on ticks with these ranks from now on: whole replicas, each of which calls this between two ticks."""
+        if beyond := [name for name, held in self._held.items() if not set(held.ranks) <= {*ranks}]:
+            raise StateError(f"circle {tuple(ranks)}: job {beyond[0]} lies on other ranks too. Detach it first.")
+        self.mesh.join(ranks)
+
     def tick(self, heard: int = 0) -> Tick:
         """`Trainer.tick`, together with the ranks of the circle, all of which must call it. `heard`: the newest order
         that this rank has; afterwards `order` is the newest that all of them had, to be carried out by all of them now.
@@ -140,7 +103,7 @@ class GroupTrainer(Trainer):
         began_s, self._heard = time.perf_counter(), max(heard, self._heard)
         with self.mesh.surfacing():
             tick = super().tick()
-        self._tick_s = time.perf_counter() - began_s
+        self._tick_s, self._tick_rows = time.perf_counter() - began_s, tick.num_tokens
         return tick
 
     def _new_state(self, spec: JobSpec) -> AdapterState:
@@ -191,9 +154,9 @@ class GroupTrainer(Trainer):
                 told = error, None
             except (SafetensorError, ArithmeticError, RuntimeError) as error:
                 told = JobError(f"{type(error).__name__}: {error}"), None
-        error, result = self.mesh.tell(told, held.lead, held.ranks)
-        if error is not None:
-            raise error
+        failure, result = self.mesh.tell(told, held.lead, held.ranks)
+        if failure is not None:
+            raise failure
         return result  # type: ignore[no-any-return]
 
     def _whole_state(self, job: ResidentJob, *, is_drawn: bool) -> AdapterState:
@@ -238,6 +201,8 @@ class GroupTrainer(Trainer):
             raise failed[0]
 
     def _leave(self, job: ResidentJob, state: State, reason: str) -> None:
+        for slot, _ in self._spares.pop(job.name, ()):
+            self.supermodel.remove(slot)
         super()._leave(job, state, reason)
         if len(self._held.pop(job.name).ranks) > 1 and state is State.FAILED:
             self._lost.add(number_of(job.name))
@@ -246,7 +211,7 @@ class GroupTrainer(Trainer):
         """As a rank alone would, but that a kind which any rank of the circle waits for has its turn."""
         self._turn += 1
         while True:
-            bids = {phase: self._bid(phase) for phase in _PHASES}
+            bids = {phase: self._bid(phase) for phase in PHASES}
             self._messages = [Message.of(numbers) for numbers in self.mesh.exchange(self._message(bids).numbers())]
             self._lost.clear()
             lost = frozenset[int]().union(*(message.lost for message in self._messages))
@@ -256,11 +221,12 @@ class GroupTrainer(Trainer):
             if not lost:
                 break
         self.order = min(message.order for message in self._messages)
+        self._control()
         kinds = self._kinds
         if kinds == 3:
-            self._phase = _PHASES[1 - self._messages[0].last]
+            self._phase = PHASES[1 - self._messages[0].last]
         elif kinds:
-            self._phase = _PHASES[kinds - 1]
+            self._phase = PHASES[kinds - 1]
         return self._phase, self._take(bids[self._phase])
 
     @property
@@ -274,28 +240,75 @@ class GroupTrainer(Trainer):
     def _message(self, bids: dict[Phase, list[Bid]]) -> Message:
         through = frozenset(
             number_of(job.name)
-            for phase in _PHASES
+            for phase in PHASES
             for job, claim, count in bids[phase]
             if self._held[job.name].is_split and count == len(claim.lengths)
         )
-        kinds = sum(1 << at for at, phase in enumerate(_PHASES) if any(count for _, _, count in bids[phase]))
-        return Message(
-            _PHASES.index(self._phase), kinds, self._heard, int(self._tick_s * 1e6), through, frozenset(self._lost)
-        )
+        kinds = sum(1 << at for at, phase in enumerate(PHASES) if any(count for _, _, count in bids[phase]))
+        last, micros, mix = PHASES.index(self._phase), int(self._tick_s * 1e6), number_of(" ".join(sorted(self.jobs)))
+        return Message(last, kinds, self._heard, micros, self._tick_rows, mix, through, frozenset(self._lost))
+
+    def _control(self) -> None:
+        """Let the controller see the last tick, as slow as its slowest rank: the same numbers on every rank."""
+        rows = max(message.rows for message in self._messages)
+        if self.options.nano_batches or not rows or self._phase is not Phase.TRAINING:
+            return
+        cost = max(message.micros for message in self._messages) / rows
+        self._controller.note(cost, tuple(message.mix for message in self._messages))
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of a tick: as said, or as measured where one slice's exchange can run under another's compute."""
+        if self.options.nano_batches:
+            return self.options.nano_batches
+        overlaps = self.mesh.plan.tensor > 1 or any(held.is_split for held in self._held.values())
+        return self._controller.count if overlaps else 1
 
     def _send_all(self, dealt: list[Item], phase: Phase) -> None:
-        slices = nanobatch.cut(dealt, self.options.nano_batches, self._work)
+        due = {job.slot: job for job in self._due(phase)}
+        places = {slot: at for at, slot in enumerate(due)}  # their vectors go round while the others compute
+        dealt = sorted(dealt, key=lambda item: places.get(item.slot, len(places)))
+        slices = nanobatch.cut(dealt, self.num_slices, self._work)
         if not self.mesh.plan.is_spread:
-            for items in slices:
+            for at, items in enumerate(slices, 1):
                 self._send(items, phase)
-            return
-        if not self._kinds:
-            return
-        batches = [self._pack(items, phase) for items in slices] or [self._idle(phase)]
+                if phase is Phase.TRAINING and at < len(slices):
+                    self._reduce_early(list(due.values()), {item.slot for part in slices[at:] for item in part})
+        elif self._kinds:
+            self._send_together(slices, phase)
+
+    def _send_together(self, slices: list[list[Item]], phase: Phase) -> None:
         training = phase is Phase.TRAINING
+        placed = self._spread_out(slices) if training and self.beside else slices
+        batches = [self._pack(items, phase) for items in placed] or [self._idle(phase)]
         losses = (self.supermodel.train_slices if training else self.supermodel.evaluate_slices)(batches)
         for items, part in zip(slices, losses, strict=False):
             self._note(items, part)
+        for name, spares in self._spares.items():
+            for _, spare in spares:
+                self.jobs[name].state.grad.add_(spare.grad)
+                spare.grad.zero_()
+
+    def _spread_out(self, slices: list[list[Item]]) -> list[list[Item]]:
+        """Give a job that is in several slices a slot, and so a gradient, for each but the first."""
+        names = {job.slot: job.name for job in self.jobs.values()}
+        seen: dict[int, int] = {}
+        placed = []
+        for items in slices:
+            slots = dict[int, int]()
+            for slot in dict.fromkeys(item.slot for item in items):
+                slots[slot] = self._spare_slot(names[slot], seen[slot]) if slot in seen else slot
+                seen[slot] = seen.get(slot, -1) + 1
+            placed.append([replace(item, slot=slots[item.slot]) for item in items])
+        return placed
+
+    def _spare_slot(self, name: str, number: int) -> int:
+        spares = self._spares.setdefault(name, [])
+        if number == len(spares):
+            spare = copy(self.jobs[name].state)
+            spare.grad = torch.zeros_like(spare.grad)
+            spares.append((self.supermodel.place(spare), spare))
+        return spares[number][0]
 
     def _idle(self, phase: Phase) -> Batch:
         return idle(
@@ -305,14 +318,20 @@ class GroupTrainer(Trainer):
             num_rows=self.supermodel.row_multiple(1),
         )
 
+    def _due(self, phase: Phase) -> list[ResidentJob]:
+        """Split jobs of which nothing will be left anywhere after this tick: those with the most gradient bytes first,
+        which all ranks see alike."""
+        jobs = [job for job in self.jobs.values() if job.phase is phase and self._held[job.name].is_split]
+        due = [job for job in jobs if self._kinds and self._is_through_everywhere(job)]
+        return sorted(due, key=lambda job: (-job.state.layout.size, job.name))
+
     def _through(self, dealt: list[Item], phase: Phase) -> list[ResidentJob]:
-        jobs = [job for job in self.jobs.values() if job.phase is phase and job.is_through and self._kinds]
-        return sorted((job for job in jobs if self._is_through_everywhere(job)), key=lambda job: job.name)
+        mine = super()._through(dealt, phase)
+        return self._due(phase) + [job for job in mine if not self._held[job.name].is_split]
 
     def _is_through_everywhere(self, job: ResidentJob) -> bool:
-        held = self._held[job.name]
         said = dict(zip(self.mesh.circle, self._messages, strict=True))
-        return not held.is_split or all(number_of(job.name) in said[rank].through for rank in held.ranks)
+        return all(number_of(job.name) in said[rank].through for rank in self._held[job.name].ranks)
 
     def _step(self, jobs: list[ResidentJob]) -> None:
         self._reduce(jobs, with_gradient=True)
@@ -322,21 +341,38 @@ class GroupTrainer(Trainer):
         self._reduce(jobs, with_gradient=False)
         super()._finish_evaluation(jobs)
 
+    def _reduce_early(self, due: list[ResidentJob], waiting: set[int]) -> None:
+        """Sum the vectors of due jobs of which no sequence is waiting any more; in their order, as all ranks do."""
+        for job in due:
+            if job.slot in waiting:
+                return
+            if job.name not in self._reduced:
+                self._reduced.add(job.name)
+                self._reduce_split(job, with_gradient=True)
+
     def _reduce(self, jobs: list[ResidentJob], *, with_gradient: bool) -> None:
         """Sum what the ranks that hold a job have of its gradient and losses; nothing of a job that one rank holds."""
         for job in jobs:
-            held = self._held[job.name]
-            if held.is_split:
-                vectors = [job.state.grad, job.losses] if with_gradient else [job.losses]
-                joined = torch.cat(vectors)
-                self.mesh.sum_in_order(joined, held.summed)
-                for vector, part in zip(vectors, joined.split([len(vector) for vector in vectors]), strict=True):
-                    vector.copy_(part)
-            if with_gradient and isinstance(job.state, SplitState):
-                self.mesh.sum_in_order(job.state.grad[job.state.partial], self.mesh.lane_ranks)
-        split = [job for job in jobs if isinstance(job.state, SplitState)]
-        if with_gradient and split:
-            self._measure(split)
+            if self._held[job.name].is_split and job.name not in self._reduced:
+                self._reduce_split(job, with_gradient=with_gradient)
+        self._reduced.clear()
+        if self._aside is not None:
+            torch.cuda.current_stream().wait_stream(self._aside)
+        cut = [job for job in jobs if isinstance(job.state, SplitState)]
+        if with_gradient and cut:
+            for job in cut:
+                self.mesh.sum_in_order(_partial(job.state), self.mesh.lane_ranks)
+            self._measure(cut)
+
+    def _reduce_split(self, job: ResidentJob, *, with_gradient: bool) -> None:
+        if self._aside is not None:
+            self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside) if self._aside is not None else nullcontext():
+            vectors = [job.state.grad, job.losses] if with_gradient else [job.losses]
+            joined = torch.cat(vectors)
+            self.mesh.sum_in_order(joined, self._held[job.name].summed)
+            for vector, part in zip(vectors, joined.split([len(vector) for vector in vectors]), strict=True):
+                vector.copy_(part)
 
     def _measure(self, jobs: list[ResidentJob]) -> None:
         """Norms of whole gradients, of which each rank has a cut part: one number a job goes round."""
@@ -363,6 +399,11 @@ class GroupTrainer(Trainer):
             if name in self._norms:
                 norms[at] = self._norms.pop(name)
         return norms
+
+
+def _partial(state: AdapterState) -> torch.Tensor:
+    assert isinstance(state, SplitState)
+    return state.grad[state.partial]
 
 
 def _squares(state: AdapterState) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,11 +1,16 @@
-"""Cutting a tick into nano-batches, rank-aware (tLoRA, arXiv 2602.07263).
+"""Cutting a tick into nano-batches, rank-aware, and how many of them (tLoRA, arXiv 2602.07263).
 
-A slice keeps every job's sequences in the job's own order, so that cutting never changes a job's sums.
+A slice keeps every job's sequences in the job's own order, so that cutting never changes a job's sums. Called by the
+trainers; the controller sees costs and nothing else.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+import math
+from collections.abc import Callable, Hashable, Sequence
 
 from tlora.packing import Item
+
+log = logging.getLogger("tlora")
 
 
 def cut(items: Sequence[Item], count: int, work: Callable[[Item], float]) -> list[list[Item]]:
@@ -19,3 +24,84 @@ def cut(items: Sequence[Item], count: int, work: Callable[[Item], float]) -> lis
         slices[-1].append(item)
         done += cost
     return slices
+
+
+class Controller:
+    """How many slices a tick is cut into, from what ticks cost.
+
+    The paper's rule (its Eq. 2) adds 4 while a tick becomes cheaper by more than a margin, and halves where it does
+    not; left to itself it never settles. Ours halves on while that pays, then tries the middle of the wider gap beside
+    the best count so far, and stays there when no gap is left or `patience` ticks were spent. A count that stays is
+    watched through a moving average; one that drifts by more than `drift`, or another mix of jobs, starts it anew.
+    """
+
+    def __init__(self, *, most: int = 32, band: float = 0.01, drift: float = 0.05, patience: int = 11):
+        self.most, self.band, self.drift, self.patience = most, band, drift, patience
+        self.count = 1
+        self.is_settled = False
+        self._mix: Hashable = None
+        self._begin()
+
+    def note(self, cost: float, mix: Hashable = None) -> int:
+        """Take in what a tick with `count` slices cost (seconds per unit of work); returns the next tick's count."""
+        if mix != self._mix:
+            self._mix = mix
+            self._begin()
+        elif self.is_settled:
+            self._watch(cost)
+        else:
+            self._search(cost)
+        return self.count
+
+    def _begin(self) -> None:
+        """From the present count, whose cost is the next one that is noted; a tick that brings a new mix counts for
+        nothing: it may have compiled, or grown its memory."""
+        self.is_settled = False
+        self._costs: dict[int, float] = {}
+        self._step: Callable[[int], int] | None = _more
+        self._last = math.inf
+
+    def _search(self, cost: float) -> None:
+        best = min(self._costs.values(), default=math.inf)
+        self._costs[self.count] = cost
+        if self._step is not None and cost > (best if math.isinf(best) else best * (1.0 - self.band)):
+            self._step = _fewer if self._step is _more else None  # this direction pays no more
+        nearest = self._best
+        following = nearest if self._step is None else min(self.most, self._step(nearest))
+        if following in self._costs:
+            self._step, following = None, self._middle()
+        if following in self._costs or len(self._costs) >= self.patience:
+            self._settle()
+        else:
+            self.count = following
+
+    @property
+    def _best(self) -> int:
+        return min(self._costs, key=lambda count: (self._costs[count], count))
+
+    def _middle(self) -> int:
+        """The middle of the wider gap beside the best count; that count itself if there is none."""
+        best = self._best
+        below = max((count for count in self._costs if count < best), default=best)
+        above = min((count for count in self._costs if count > best), default=best)
+        return (below + best) // 2 if best - below > above - best else (best + above) // 2
+
+    def _settle(self) -> None:
+        self.count, self.is_settled = self._best, True
+        self._usual = self._average = self._costs[self.count]
+        seen = ", ".join(f"{count}: {cost:.3g}" for count, cost in sorted(self._costs.items()))
+        log.info("nano-batches: %d (cost by count: %s)", self.count, seen)
+
+    def _watch(self, cost: float) -> None:
+        self._average = 0.5 * self._average + 0.5 * cost
+        if abs(self._average - self._usual) > self.drift * self._usual:
+            log.info("nano-batches: a tick costs %.3g, no longer %.3g: tried anew", self._average, self._usual)
+            self._begin()
+
+
+def _more(count: int) -> int:
+    return count + 4
+
+
+def _fewer(count: int) -> int:
+    return max(1, count // 2)

@@ -6,7 +6,7 @@ one copy of the base, or a split job. A `Mesh` is one rank's place in a plan, wi
 ends within the timeout, or raises GroupError.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from tlora.errors import GroupError, ModelError
 
@@ -86,9 +87,7 @@ class Mesh:
             return None
         if key not in self._groups:
             with self._watched("forming a group", key):
-                self._groups[key] = dist.new_group(
-                    list(key), timeout=timedelta(seconds=self.timeout_s), use_local_synchronization=True
-                )
+                self._groups[key] = _new_group(key, timedelta(seconds=self.timeout_s))
         return self._groups[key]
 
     def join(self, ranks: Sequence[int]) -> None:
@@ -183,9 +182,18 @@ def _is_between_ranks(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in ("gloo", "nccl"))
 
 
-def run_led(action: Callable[[], Any]) -> tuple[Exception | None, Any]:
-    """What an action gives, or the error that it ends with, as something that can be told to others."""
-    try:
-        return None, action()
-    except (ArithmeticError, OSError, RuntimeError, ValueError) as error:
-        return error, None
+def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+    """A group that its own ranks make alone, named after them. torch's `new_group` would name it after the number of
+    groups that this process has made, so that ranks of which one had made others would wait for each other in vain."""
+    world: Any = c10d._world
+    name = "tlora-" + "-".join(map(str, ranks))
+    for group, its_name in world.pg_names.items():
+        if its_name == name:
+            return group
+    backend, store = world.pg_map[c10d._get_default_group()]
+    place = ranks.index(dist.get_rank())
+    made, _ = c10d._new_process_group_helper(
+        len(ranks), place, list(ranks), backend, store, name, timeout=timeout  # type: ignore[arg-type]
+    )
+    world.pg_group_ranks[made] = {rank: at for at, rank in enumerate(ranks)}
+    return made

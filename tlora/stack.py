@@ -1,7 +1,7 @@
 """The decoder layers of a base that several ranks hold together, run over all slices of a tick, layer by layer.
 
 A layer is gathered once for all slices (FSDP2), the next one while it runs; a slice's exchange between ranks runs under
-another's compute, each on a stream of its own. Slices go through a layer last one first, so that autograd, which replays
+another's compute, each on a stream of its own. Slices go through a layer last one first, so that autograd, which takes
 the newest first, comes back in order: a job's gradients are summed as they are without slices.
 
 The layers' arguments are the model's own: it runs once with layers that only note them, then once more with a last
@@ -10,6 +10,7 @@ layer that gives what the real ones gave.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from tlora.layers import decoder_layers
-from tlora.mixed_linear import MixedLinear
+from tlora.mixed_linear import Bundle, MixedLinear
 from tlora.parallel import Mesh
 from tlora.tensor_parallel import GroupBundle
 
@@ -63,6 +64,8 @@ class Streams:
 
     def __init__(self, count: int, device: torch.device, *, beside: bool):
         self._all = [torch.cuda.Stream(device) for _ in range(count)] if beside and device.type == "cuda" else []
+        self.held: object = None
+        """What the streams may still read, until they have ended."""
 
     def slice(self, at: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._all[at]) if self._all else nullcontext()
@@ -74,6 +77,7 @@ class Streams:
     def end(self) -> None:
         for stream in self._all:
             torch.cuda.current_stream().wait_stream(stream)
+        self.held = None
 
 
 class Stack:
@@ -96,8 +100,8 @@ class Stack:
         self._forward = self._base.forward
         self._base.forward = self._alone
 
-    def run(self, inputs: Sequence[dict[str, Any]], streams: Streams) -> list[torch.Tensor]:
-        """Last hidden states [1, T, H] of each slice, whose arguments for the base model `inputs` has."""
+    def run(self, inputs: Sequence[dict[str, Any]], streams: Streams) -> list[Any]:
+        """What the base model gives for each slice, whose arguments `inputs` has."""
         calls: list[list[Call]] = []
         hidden: list[torch.Tensor] = []
         inputs = self._embedded(inputs)
@@ -108,9 +112,10 @@ class Stack:
             hidden.append(self._first)
             calls.append(self._noted)
         self._noted = None
+        streams.held = inputs, calls
         streams.begin()
         hidden = self._steps(hidden, calls, streams)
-        outputs = list(hidden)
+        outputs: list[Any] = list(hidden)
         for at in reversed(range(len(inputs))):
             with streams.slice(at):
                 self._last = hidden[at]
@@ -140,7 +145,7 @@ class Stack:
         if args:
             kwargs["input_ids"], *rest = args
             assert not rest
-        return self.run([kwargs], Streams(0, self._mesh.device, beside=False))[0]
+        return self.run([kwargs], self.streams(1, beside=False))[0]
 
     def _embedded(self, inputs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """All slices' embeddings at once: they are gathered for one look-up."""
@@ -164,23 +169,23 @@ class Stack:
     def _shard(self, mixed: dict[str, MixedLinear], is_tied: bool) -> None:
         """Cut every parameter of the layers, the embedding and the head over the ranks of the shard group."""
         mesh = DeviceMesh.from_group(self._mesh.shard_group, self._mesh.device.type)  # type: ignore[arg-type]
-        bundles: dict[int, list[MixedLinear]] = {}
-        for linear in mixed.values():
-            bundles.setdefault(id(linear.bundle), []).append(linear)
-        for linears in bundles.values():
-            bundle = linears[0].bundle
+        bundles: dict[Bundle, list[MixedLinear]] = {}
+        for linear in sorted(mixed.values(), key=lambda linear: linear.index):
+            bundles.setdefault(linear.bundle, []).append(linear)
+        for bundle, linears in bundles.items():
             assert isinstance(bundle, GroupBundle)
             if linears == [self._head] and is_tied:
-                bundle.keeper, self._head.weight = self._embedding, None  # type: ignore[assignment]
-                self._embedding.bias = None
+                bundle.keeper = self._embedding
+                self._embedding.register_parameter("bias", None)
+                self._head.register_parameter("weight", None)
             else:
-                bundle.keep(sorted(linears, key=lambda linear: linear.index))
+                bundle.keep(linears)
         for part in (self._embedding, *([] if is_tied else [self._head])):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
         steps = list(self._steps.steps)
         for step in steps:
             fully_shard(step, mesh=mesh, reshard_after_forward=True)
         fully_shard(self._steps, mesh=mesh)
-        for step, following in zip(steps, steps[1:], strict=False):
-            assert isinstance(step, FSDPModule)
+        for step, following in pairwise(steps):
+            assert isinstance(step, FSDPModule) and isinstance(following, FSDPModule)  # noqa: PT018
             step.set_modules_to_forward_prefetch([following])

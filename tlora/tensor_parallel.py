@@ -1,8 +1,8 @@
 """One base's products, split over the ranks of a lane, and the adapters on them.
 
 Of a column-split linear each rank has some outputs, of a row-split one some inputs (transformers' own plans say which).
-A column-split linear's A is whole on each rank and its B is cut by outputs; a row-split one's A is cut by inputs and its
-B is whole. Its low-rank partial products are added up where the base's are, so a tick moves what the base alone would:
+A column-split linear's A is whole on each rank and its B cut by outputs; a row-split one's A is cut by inputs and its B
+whole. Low-rank partial products are added up where the base's are, so a tick moves what the base alone would:
 
     column   Y_p = X W_pᵀ + s (X̂ Aᵀ) B_pᵀ       dX = Σ_p dY_p W_p + D ⊙ (s dY_p B_p A) / (1 − p)
     row      Y = Σ_p X_p W_pᵀ + s (X̂_p A_pᵀ) Bᵀ   dX_p = dY W_p + D_p ⊙ (s dY B A_p) / (1 − p)
@@ -68,14 +68,14 @@ def cut_linears(model: PreTrainedModel, cuts: Mapping[str, Cut], mesh: Mesh) -> 
             bias = linear.bias.chunk(mesh.plan.tensor)[mesh.part].clone()
             linear.bias = nn.Parameter(bias, requires_grad=False)
         elif linear.bias is not None and mesh.part:
-            linear.bias = None
+            linear.register_parameter("bias", None)
 
 
 class GroupBundle(Bundle):
     """A bundle of a base that no rank holds whole. `keeper`, once set, is the module whose parameters are its weight
     and bias: FSDP puts others in their place from time to time."""
 
-    def __init__(self, linears: Sequence[nn.Linear], current: Current, mesh: Mesh, cuts: Mapping[nn.Linear, Cut]):
+    def __init__(self, linears: Sequence[nn.Linear], current: Current, mesh: Mesh, cuts: Mapping[nn.Module, Cut]):
         self.keeper: nn.Module | None = None
         super().__init__(linears, current)
         self.adapters = Adapters(self.widths, mesh.device)
@@ -102,21 +102,23 @@ class GroupBundle(Bundle):
         """Make the common weight the first linear's only one; nothing else holds it then."""
         weight, bias = self._weight, self._bias
         for linear in linears:
-            linear.weight = linear.bias = None  # type: ignore[assignment]
+            linear.register_parameter("weight", None)
+            linear.register_parameter("bias", None)
         self.keeper = linears[0]
         self.keeper.weight = nn.Parameter(weight, requires_grad=False)
-        self.keeper.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        if bias is not None:
+            self.keeper.bias = nn.Parameter(bias, requires_grad=False)
         del self._weight, self._bias
 
     def product(self, x_TK: torch.Tensor, rows: RowTable) -> torch.Tensor:
         if self.cut == "column":
             x_TK = _Enter.apply(x_TK, self._group)  # type: ignore[no-untyped-call]
         y_TN = lora_linear(x_TK, self.weight, self.bias, rows, self.adapters)
-        return _Leave.apply(y_TN, self._group) if self.cut == "row" else y_TN  # type: ignore[no-any-return, no-untyped-call]
+        return _Leave.apply(y_TN, self._group) if self.cut == "row" else y_TN  # type: ignore[no-untyped-call]
 
     def plain(self, index: int, x: torch.Tensor) -> torch.Tensor:
         y = super().plain(index, x)
-        return _Leave.apply(y, self._group) if self.cut == "row" else y  # type: ignore[no-any-return, no-untyped-call]
+        return _Leave.apply(y, self._group) if self.cut == "row" else y  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):
@@ -173,8 +175,8 @@ class CutSite:
 
 
 class SplitState(AdapterState):
-    """One rank's part of a job's vectors: cut A, A that is whole, whole A and then B of which each rank has a part of the
-    gradient, B that is whole, cut B; so that what is summed, and what counts once in a norm, is one slice each."""
+    """One rank's part of a job's vectors: cut A; A of linears that are not split; A and then B of which each rank has a
+    part of the gradient; B of linears that are not split; cut B. So what is summed is one slice, and what is common."""
 
     def __init__(
         self,

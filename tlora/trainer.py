@@ -45,8 +45,8 @@ class TrainerOptions:
 
     token_budget: int = 0
     """Most rows in a tick; 0: 16384 on a GPU, 2048 on a CPU."""
-    nano_batches: int = 1
-    """Slices of a tick."""
+    nano_batches: int = 0
+    """Slices of a tick; 0: one, or what a group's ranks measure to be best."""
     round_to: int = 1
     """Each slice is filled to a multiple of this many rows, which belong to nobody."""
 
@@ -183,7 +183,7 @@ class Trainer:
         return items
 
     def _send_all(self, dealt: list[Item], phase: Phase) -> None:
-        for items in nanobatch.cut(dealt, self.options.nano_batches, self._work):
+        for items in nanobatch.cut(dealt, self.options.nano_batches or 1, self._work):
             self._send(items, phase)
 
     def _through(self, dealt: list[Item], phase: Phase) -> list[ResidentJob]:
@@ -340,7 +340,7 @@ class Trainer:
         )
 
     def _open(self, job: ResidentJob, resume: bool) -> tuple[JobFolder, str | None]:
-        """Hold the job's folder and load what it has; returns the tracking run's id too. On an error nothing is held."""
+        """Hold the job's folder and load what it has; returns the tracking run's id too. On an error nothing stays."""
         folder = JobFolder(job.spec.folder)
         for left in folder.open():
             log.warning("job %s: removed %s, left half-written.", job.name, left)
