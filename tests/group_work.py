@@ -1,7 +1,9 @@
 """What ranks do in the tests of parallel plans: functions of modules that other processes can import."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import gc
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +13,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import toy
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from tlora.checkpoint import load_state
+from tlora.errors import CheckpointError, GroupError
 from tlora.group_trainer import GroupTrainer
 from tlora.job import State
+from tlora.layers import decoder_layers
+from tlora.packing import idle
 from tlora.parallel import Mesh, Plan
 from tlora.spec import BaseSpec
 from tlora.supermodel import SuperModel
@@ -57,6 +63,7 @@ class Run:
     nano_batches: int = 1
     together: bool = True
     """Whether all replicas agree on ticks."""
+    timeout_s: float = 30.0
     config: Mapping[str, object] = field(default_factory=lambda: CONFIG)
 
 
@@ -74,7 +81,7 @@ def super_model(run: Run, mesh: Mesh | None = None) -> SuperModel:
 
 
 def trainer_of(run: Run) -> GroupTrainer:
-    mesh = Mesh(run.plan, timeout_s=30.0)
+    mesh = Mesh(run.plan, timeout_s=run.timeout_s)
     options = TrainerOptions(token_budget=run.budget, nano_batches=run.nano_batches)
     trainer = GroupTrainer(super_model(run, mesh), mesh, options)
     trainer.beside = run.beside
@@ -185,19 +192,159 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def wired(trainer: GroupTrainer, name: str, sent: list[tuple[str, int]]) -> Iterator[None]:
-    """Keep what a method of the trainer hands to collectives."""
-    method: Callable[..., Any] = getattr(trainer, name)
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
+def count_bytes(run: Run, folder: Path, mix: Sequence[Visit], ticks: int) -> list[list[tuple[str, int]]]:
+    """What each of the first ticks hands to collectives on this rank."""
+    trainer = trainer_of(run)
+    for visit in mix:
+        act(trainer, visit, folder, 0)
+    sent = []
+    for _ in range(ticks):
         with Wire() as wire:
-            result = method(*args, **kwargs)
-        sent.extend(wire.sent)
-        return result
+            trainer.tick()
+        sent.append(wire.sent)
+    return sent
 
-    setattr(trainer, name, watched)
+
+def layout_sizes(run: Run, folder: Path, visit: Visit) -> tuple[int, int]:
+    """Elements of a job's vector here, and those of which ranks have parts of sums."""
+    trainer = trainer_of(run)
+    attach(trainer, visit, folder, visit.lanes)
+    state: Any = trainer.jobs[visit.name].state
+    partial = getattr(state, "partial", slice(0, 0))
+    return state.layout.size, partial.stop - partial.start
+
+
+def peak_bytes(run: Run) -> tuple[int, int, int]:
+    """Most bytes of the base's precision alive while a token passes; what a rank keeps; what one layer has, whole.
+
+    Every tensor that Python code, and so FSDP, holds; looked at around each product, both ways."""
+    gc.collect()
+    mesh, seen = Mesh(run.plan), list[int]()
+    model = super_model(run, mesh)
+
+    def look() -> None:
+        storages = dict[int, int]()
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and thing.dtype is run.dtype:
+                local = thing.to_local() if isinstance(thing, DTensor) else thing
+                storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        seen.append(sum(storages.values()))
+
+    look()
+    whole = decoder_layers(AutoModelForCausalLM.from_config(toy.config(**run.config)))[0]
+    for linear in model._mixed.values():
+        product = linear.bundle.product
+        linear.bundle.product = lambda x, rows, product=product: _Looked.apply(product(x, rows), look)
+    model.train(idle(device=mesh.device, per_sequence=False, training=True, num_rows=1))
+    return max(seen), seen[0], sum(parameter.numel() for parameter in whole.parameters()) * run.dtype.itemsize
+
+
+class _Looked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, look: Callable[[], None]) -> torch.Tensor:
+        look()
+        ctx.look = look
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.look()
+        return dy, None
+
+
+def hang(run: Run, rank: int, how: str, folder: Path, mix: Sequence[Visit]) -> tuple[str, str, float]:
+    """Train while one rank dies, or falls asleep, before its third tick; what another's raised, and after how long."""
+    trainer = trainer_of(run)
+    for visit in mix:
+        act(trainer, visit, folder, 0)
+    for tick in range(3):
+        if tick == 2 and trainer.mesh.rank == rank:
+            if how == "dies":
+                os._exit(1)
+            time.sleep(3 * trainer.mesh.timeout_s)
+        began_s = time.monotonic()
+        try:
+            trainer.tick()
+        except GroupError as error:
+            return type(error).__name__, str(error), time.monotonic() - began_s
+    return "", "", 0.0
+
+
+def with_full_disk(run: Run, folder: Path, mix: Sequence[Visit], name: str, at: int) -> list[str]:
+    """`train`, but that the lead of one job cannot save it any more from a tick on."""
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = trainer_of(run)
+    for visit in mix:
+        act(trainer, visit, folder, 0)
+    failed: list[str] = []
+    for tick in range(100):
+        if tick == at and name in trainer.jobs and trainer._leads(trainer._held[name]):
+            write = trainer._write
+            trainer._write = lambda job, state, write=write: no_space() if job.name == name else write(job, state)
+        still = torch.tensor(int(bool(trainer.jobs)))
+        dist.all_reduce(still)
+        if not still:
+            return failed
+        failed += [job.record.reason for job in trainer.tick().ended if job.record.state is State.FAILED]
+    raise AssertionError("jobs never ended")
+
+
+def only_on_lead(run: Run, folder: Path, mix: Sequence[Visit], name: str) -> list[str]:
+    """`train`, but that one job fails on its lead's side alone, where no other rank could see it."""
+    trainer = trainer_of(run)
+    for visit in mix:
+        act(trainer, visit, folder, 0)
+    failed: list[str] = []
+    for tick in range(100):
+        if tick == 2 and name in trainer.jobs and trainer._leads(trainer._held[name]):
+            trainer._leave(trainer.jobs[name], State.FAILED, "of itself")
+        still = torch.tensor(int(bool(trainer.jobs)))
+        dist.all_reduce(still)
+        if not still:
+            return failed
+        failed += [job.record.reason for job in trainer.tick().ended if job.record.state is State.FAILED]
+    raise AssertionError("jobs never ended")
+
+
+def orders(run: Run, heard: Sequence[int]) -> list[int]:
+    """What each tick agrees on, where rank r has heard of order `heard[r]` from its own r-th tick on."""
+    trainer, seen = trainer_of(run), []
+    for tick in range(4):
+        trainer.tick(heard[trainer.mesh.rank] if tick >= trainer.mesh.rank else 0)
+        seen.append(trainer.order)
+    return seen
+
+
+def go_on(run: Run, folder: Path, mix: Sequence[Visit], steps: int) -> list[int]:
+    """Resume a mix and train it for so many steps a job at most; returns the steps that those which are left have."""
+    trainer, until = trainer_of(run), dict[str, int]()
+    for visit in mix:
+        if trainer.mesh.lane in visit.lanes:
+            attach(trainer, visit, folder, visit.lanes, resume=True)
+            until[visit.name] = trainer.jobs[visit.name].step + steps
+    left = set[int]()
+    for _ in range(100):
+        for name in [name for name, job in trainer.jobs.items() if job.step == until[name] and job.is_settled]:
+            left.add(trainer.detach(name).step)
+        still = torch.tensor(int(bool(trainer.jobs)))
+        dist.all_reduce(still)
+        if not still:
+            return sorted(left)
+        trainer.tick()
+    raise AssertionError("jobs never came so far")
+
+
+def resume_damaged(run: Run, folder: Path, mix: Sequence[Visit]) -> tuple[str, str]:
+    """Train all but the first job, whose state is damaged; what its arrival raised."""
+    trainer = trainer_of(run)
+    attach(trainer, mix[1], folder, mix[1].lanes)
     try:
-        yield
-    finally:
-        delattr(trainer, name)
+        attach(trainer, mix[0], folder, mix[0].lanes, resume=True)
+    except CheckpointError as error:
+        said = type(error).__name__, str(error)
+    while trainer.jobs:
+        trainer.tick()
+    return said

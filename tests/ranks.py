@@ -5,7 +5,9 @@ import os
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,14 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def run(self, count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """`function(*args)` on the first `count` ranks; what each returned. One that raised fails the test."""
+    def run(self, count: int, function: Callable[..., Any], *args: Any, asked: int = 0) -> list[Any]:
+        """`function(*args)` on the first `count` ranks; what each, or each of the first `asked`, returned. One that
+        raised fails the test."""
         folder = tempfile.mkdtemp(prefix="tlora-ranks-")
         try:
             for ours, _ in self._all[:count]:
-                ours.send((function, args, count, folder, timeout_s))
-            answers = [self._answer(rank) for rank in range(count)]
+                ours.send((function, args, count, folder))
+            answers = [self._answer(rank) for rank in range(asked or count)]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if errors := [error for _, error in answers if error]:
@@ -63,29 +66,22 @@ def _serve(pipe: Connection, rank: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     while True:
-        function, args, count, folder, timeout_s = pipe.recv()
+        function, args, count, folder = pipe.recv()
         result, error = None, ""
         try:
-            with group(rank, count, Path(folder), timeout_s):
+            with _group(rank, count, Path(folder)):
                 result = function(*args)
         except BaseException:
             error = f"rank {rank}:\n{traceback.format_exc()}"
         pipe.send((result, error))
 
 
-class group:  # noqa: N801
+@contextmanager
+def _group(rank: int, count: int, folder: Path) -> Iterator[None]:
     """A default process group over a file, gone at the end, whatever happened."""
-
-    def __init__(self, rank: int, count: int, folder: Path, timeout_s: float):
-        self.rank, self.count, self.folder, self.timeout_s = rank, count, folder, timeout_s
-
-    def __enter__(self) -> None:
-        from datetime import timedelta
-
-        store = dist.FileStore(str(self.folder / "store"), self.count)
-        dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.count, timeout=timedelta(seconds=self.timeout_s)
-        )
-
-    def __exit__(self, *error: object) -> None:
+    store, timeout = dist.FileStore(str(folder / "store"), count), timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
+    try:
+        yield
+    finally:
         dist.destroy_process_group()

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from tlora.errors import GroupError, ModelError
 
@@ -182,18 +181,16 @@ def _is_between_ranks(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in ("gloo", "nccl"))
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
     """A group that its own ranks make alone, named after them. torch's `new_group` would name it after the number of
     groups that this process has made, so that ranks of which one had made others would wait for each other in vain."""
-    world: Any = c10d._world
-    name = "tlora-" + "-".join(map(str, ranks))
+    c10d: Any = dist.distributed_c10d
+    world, name = c10d._world, "tlora-" + "-".join(map(str, ranks))
     for group, its_name in world.pg_names.items():
         if its_name == name:
             return group
     backend, store = world.pg_map[c10d._get_default_group()]
     place = ranks.index(dist.get_rank())
-    made, _ = c10d._new_process_group_helper(
-        len(ranks), place, list(ranks), backend, store, name, timeout=timeout  # type: ignore[arg-type]
-    )
+    made, _ = c10d._new_process_group_helper(len(ranks), place, list(ranks), backend, store, name, timeout=timeout)
     world.pg_group_ranks[made] = {rank: at for at, rank in enumerate(ranks)}
     return made

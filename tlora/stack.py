@@ -10,7 +10,6 @@ layer that gives what the real ones gave.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -182,10 +181,6 @@ class Stack:
                 bundle.keep(linears)
         for part in (self._embedding, *([] if is_tied else [self._head])):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        steps = list(self._steps.steps)
-        for step in steps:
+        for step in self._steps.steps:
             fully_shard(step, mesh=mesh, reshard_after_forward=True)
-        fully_shard(self._steps, mesh=mesh)
-        for step, following in pairwise(steps):
-            assert isinstance(step, FSDPModule) and isinstance(following, FSDPModule)  # noqa: PT018
-            step.set_modules_to_forward_prefetch([following])
+        fully_shard(self._steps, mesh=mesh)  # no prefetch beside its own, which has one layer less in memory
