@@ -1,66 +1,23 @@
-"""How the ranks of a group hold one base, and what they say to each other.
+"""One rank's place in a plan, its process groups, and all that ranks say to each other beside the base's own exchange.
 
-A `Plan` is arithmetic: rank = (replica · shards + shard) · tensor + part. A *lane* is the ranks that split one base's
-products (one rank, if none do); it sends one batch. A *circle* is the ranks that agree on every tick: those that share
-one copy of the base, or a split job. A `Mesh` is one rank's place in a plan, with its process groups. Every collective
-ends within the timeout, or raises GroupError.
+A *circle* is the ranks that agree on every tick: those that share a copy of the base, or a split job. Every collective
+ends within the timeout, or raises GroupError. Called by the group's trainer and by what holds a base together.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tlora.errors import GroupError, ModelError
+from tlora.errors import GroupError
+from tlora.plan import Plan
 
 Group = dist.ProcessGroup | None
 """None: this rank alone."""
 TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Replicas of a base, each sharded over `shards` lanes (FSDP2) of `tensor` ranks, which lie on one node."""
-
-    replicas: int = 1
-    shards: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        if min(self.replicas, self.shards, self.tensor) < 1:
-            raise ModelError(f"plan {self}: want at least 1 of each.")
-
-    def __str__(self) -> str:
-        return f"{self.replicas} replicas × {self.shards} shards × {self.tensor} tensor-parallel"
-
-    @property
-    def ranks(self) -> int:
-        return self.replicas * self.shards * self.tensor
-
-    @property
-    def lanes(self) -> int:
-        return self.replicas * self.shards
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether no rank holds a whole base."""
-        return self.shards * self.tensor > 1
-
-    def lane_of(self, rank: int) -> int:
-        return rank // self.tensor
-
-    def ranks_of(self, lanes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(lane * self.tensor + part for lane in sorted(lanes) for part in range(self.tensor))
-
-    def replica_ranks(self, rank: int) -> tuple[int, ...]:
-        """Ranks that share one copy of the base with this one."""
-        size = self.shards * self.tensor
-        first = rank // size * size
-        return tuple(range(first, first + size))
 
 
 class Mesh:

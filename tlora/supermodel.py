@@ -244,7 +244,7 @@ class SuperModel:
         """Leave this rank its part of every product, before linears become mixed."""
         from tlora.tensor_parallel import GroupBundle, cut_linears, find_cuts
 
-        self.cuts = find_cuts(self.model, self.outline.head, mesh.plan.tensor)
+        self.cuts = find_cuts(self.model, self.outline, mesh.plan.tensor)
         cut_linears(self.model, self.cuts, mesh)
         cuts = {self.model.get_submodule(name): cut for name, cut in self.cuts.items()}
         bundle_of = partial(GroupBundle, mesh=mesh, cuts=cuts)

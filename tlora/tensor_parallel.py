@@ -11,7 +11,6 @@ What each rank then has of the gradient of a factor that is whole (a column-spli
 part of a sum. These factors lie together in the job's vector, and are summed once per step.
 """
 
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tlora.adapter import ALIGN, AdapterLayout, AdapterState, SiteLayout
+from tlora.base import Outline, cut_style
 from tlora.errors import ModelError
 from tlora.kernels.lora_linear import lora_linear
 from tlora.kernels.tiles import Adapters, RowTable, Site
@@ -33,26 +33,23 @@ Cut = Literal["column", "row"]
 _CUTS: dict[str, Cut] = {"colwise": "column", "rowwise": "row"}
 
 
-def find_cuts(model: PreTrainedModel, head: str, tensor: int) -> dict[str, Cut]:
+def find_cuts(model: PreTrainedModel, outline: Outline, tensor: int) -> dict[str, Cut]:
     """How each linear is split. Raises ModelError if one cannot be, or its parts would not be equal."""
     if tensor == 1:
         return {}
     config = model.config.get_text_config()
-    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    cuts: dict[str, Cut] = {}
-    for name, module in model.named_modules():
-        if type(module) is not nn.Linear or name == head:
-            continue
-        style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(name, "*" + pattern)), "none")
-        if style not in _CUTS:
-            raise ModelError(f"{name}: transformers' plan for it is {style}; a tensor-parallel base takes no such one.")
-        cuts[name] = _CUTS[style]
-        if module.weight.shape[style == "rowwise"] % tensor:
-            raise ModelError(f"{name}: its {tuple(module.weight.shape)} cannot be split over {tensor} ranks.")
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        if (count := getattr(config, field, None) or tensor) % tensor:
-            raise ModelError(f"{count} {field.removeprefix('num_')} cannot be split over {tensor} ranks.")
-    return cuts
+    styles = {name: cut_style(config, name) for name in outline.linears if name != outline.head}
+    if wrong := [name for name, style in styles.items() if style not in _CUTS]:
+        raise ModelError(
+            f"{outline.model_type}: transformers' plan for {wrong[0]} is {styles[wrong[0]] or 'missing'}; a "
+            "tensor-parallel base wants colwise or rowwise. Replicate or shard it."
+        )
+    if outline.divisor % tensor:
+        raise ModelError(
+            f"{outline.model_type}: heads and widths, all multiples of {outline.divisor} and no more, cannot be split "
+            f"over {tensor} ranks. Want a divisor of it."
+        )
+    return {name: _CUTS[style] for name, style in styles.items()}
 
 
 @torch.no_grad()

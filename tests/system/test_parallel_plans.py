@@ -12,7 +12,7 @@ import toy
 from group_work import Run, Visit
 from ranks import Ranks
 
-from tlora.parallel import Plan
+from tlora.plan import Plan
 from tlora.supermodel import SuperModel
 
 COUNTS = {

@@ -13,7 +13,7 @@ from group_work import CONFIG, Run, Visit
 from ranks import Ranks
 
 from tlora.checkpoint import STATE
-from tlora.parallel import Plan
+from tlora.plan import Plan
 
 CHANGES = {"adapter": {"rank": 8, "targets": "all-linear"}, "steps": 3, "save_every": 99}
 DATA = {"count": 4}
@@ -76,13 +76,13 @@ def test_a_split_job_is_one_vector_a_step(plan: Plan, ranks: Ranks, tmp_path: Pa
 def test_tensor_parallel_says_what_the_base_does_and_sums_whole_factors_once_a_step(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A tick is the base's own four reductions a layer, whatever the adapters. Factors that every rank has whole (A
-    before a column split, B behind a row split) have their gradients summed once a step, with one number for the norm."""
+    """A tick is the base's own four reductions a layer, whatever the adapters. Factors that every rank has whole (A of
+    column-split linears, B of row-split ones) have their gradients summed once a step, with one number for the norm."""
     plan = Plan(tensor=2)
     for rank in (1, 64):
         folder = tmp_path / str(rank)
         ((_, partial), _) = ranks.run(2, group_work.layout_sizes, Run(plan=plan), folder / "size", whole(rank))
-        run = Run(plan=plan, budget=20)
+        run = Run(plan=plan, budget=24)
         rows = [len(sequence) for sequence in toy.data(**DATA).train]
         assert partial >= rank * LAYERS * (5 * HIDDEN + 2 * HIDDEN)
         for each in sent(ranks, folder, run, [whole(rank)], ticks=6):
