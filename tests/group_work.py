@@ -225,17 +225,21 @@ def peak_bytes(run: Run) -> tuple[int, int, int]:
     model = super_model(run, mesh)
 
     def look() -> None:
-        storages = dict[int, int]()
+        storages = dict[
+            int, int
+        ]()  # none of a single token's activations has a KiB, every part of a product's weight has
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor) and thing.dtype is run.dtype:
                 local = thing.to_local() if isinstance(thing, DTensor) else thing
                 storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-        seen.append(sum(storages.values()))
+        seen.append(sum(size for size in storages.values() if size > 1024))
 
     look()
     whole = decoder_layers(AutoModelForCausalLM.from_config(toy.config(**run.config)))[0]
-    few = (0, 1, run.config["num_hidden_layers"] // 2, run.config["num_hidden_layers"] - 1)  # type: ignore[operator]
-    for linear in [linear for name, linear in model._mixed.items() if any(f".{at}." in name for at in few)]:
+    last = len(decoder_layers(model.model)) - 1
+    for linear in [
+        linear for name, linear in model._mixed.items() if any(f".{at}." in name for at in (0, 1, last // 2, last))
+    ]:
         product = linear.bundle.product
         linear.bundle.product = lambda x, rows, product=product: _Looked.apply(product(x, rows), look)
     model.train(idle(device=mesh.device, per_sequence=False, training=True, num_rows=1))

@@ -30,9 +30,10 @@ class Controller:
     """How many slices a tick is cut into, from what ticks cost.
 
     The paper's rule (its Eq. 2) adds 4 while a tick becomes cheaper by more than a margin, and halves where it does
-    not; left to itself it never settles. Ours halves on while that pays, then tries the middle of the wider gap beside
-    the best count so far, and stays there when no gap is left or `patience` ticks were spent. A count that stays is
-    watched through a moving average; one that drifts by more than `drift`, or another mix of jobs, starts it anew.
+    not; left to itself it never settles. Ours halves on while that costs no more, then tries the middle of the wider
+    gap beside the best count so far, and stays with the best when no gap is left or `patience` counts were tried. A
+    count that stays is watched through a moving average; if that drifts by more than `drift`, or another mix of jobs
+    comes, it starts anew.
     """
 
     def __init__(self, *, most: int = 32, band: float = 0.01, drift: float = 0.05, patience: int = 11):
@@ -58,22 +59,30 @@ class Controller:
         nothing: it may have compiled, or grown its memory."""
         self.is_settled = False
         self._costs: dict[int, float] = {}
-        self._step: Callable[[int], int] | None = _more
-        self._last = math.inf
+        self._grows = self._shrinks = True
 
     def _search(self, cost: float) -> None:
         best = min(self._costs.values(), default=math.inf)
         self._costs[self.count] = cost
-        if self._step is not None and cost > (best if math.isinf(best) else best * (1.0 - self.band)):
-            self._step = _fewer if self._step is _more else None  # this direction pays no more
-        nearest = self._best
-        following = nearest if self._step is None else min(self.most, self._step(nearest))
-        if following in self._costs:
-            self._step, following = None, self._middle()
+        following = 0
+        if self._grows:
+            self._grows = self.count < self.most and (math.isinf(best) or cost <= best * (1.0 - self.band))
+            following = min(self.most, self.count + 4) if self._grows else self._half()
+        elif self._shrinks:
+            self._shrinks = cost <= best * (1.0 + self.band)
+            following = self._half() if self._shrinks else 0
+        if following == 0 or following in self._costs:
+            self._grows = self._shrinks = False
+            following = self._middle()
         if following in self._costs or len(self._costs) >= self.patience:
             self._settle()
         else:
             self.count = following
+
+    def _half(self) -> int:
+        """Of the present count, or, where that was tried, of the least that was."""
+        half = max(1, self.count // 2)
+        return max(1, min(self._costs) // 2) if half in self._costs else half
 
     @property
     def _best(self) -> int:
@@ -97,11 +106,3 @@ class Controller:
         if abs(self._average - self._usual) > self.drift * self._usual:
             log.info("nano-batches: a tick costs %.3g, no longer %.3g: tried anew", self._average, self._usual)
             self._begin()
-
-
-def _more(count: int) -> int:
-    return count + 4
-
-
-def _fewer(count: int) -> int:
-    return max(1, count // 2)

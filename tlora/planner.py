@@ -16,8 +16,8 @@ from tlora.base import Outline
 from tlora.memory import estimate
 from tlora.plan import Plan
 
-GATHERED_LAYERS = 3
-"""Layers that a rank under FSDP2 holds whole at the worst moment: one in use, one on its way, and what it comes in."""
+GATHERED_LAYERS = 2
+"""Layers that a rank under FSDP2 holds whole at the worst moment: one in use, and what the next one comes in."""
 _SPARE = 0.9
 """Part of a GPU's memory that a plan may fill."""
 

@@ -105,7 +105,7 @@ def _runs(rows: list[int]) -> list[list[int]]:
     return parts
 
 
-@pytest.mark.parametrize(("count", "layers"), [(2, 24), (4, 48)])
+@pytest.mark.parametrize(("count", "layers"), [(2, 24), (4, 24)])
 def test_a_shard_and_a_layer_are_all_that_a_rank_holds(count: int, layers: int, ranks: Ranks) -> None:
     run = Run(plan=Plan(shards=count), config={**CONFIG, "num_hidden_layers": layers})
     base = sum(
@@ -115,7 +115,7 @@ def test_a_shard_and_a_layer_are_all_that_a_rank_holds(count: int, layers: int, 
     for peak, kept, layer in ranks.run(count, group_work.peak_bytes, run):
         assert kept == pytest.approx(base * SIZE / count, rel=0.02)
         assert peak == pytest.approx(kept + layer, rel=0.15)
-        assert peak > kept + layer
+        assert peak == pytest.approx(kept + 2 * layer, rel=0.02)  # one in use, and what the next one comes in
 
 
 @pytest.mark.parametrize("plan", [Plan(replicas=2), Plan(shards=2), Plan(tensor=2)], ids=str)
