@@ -16,7 +16,17 @@ import toy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    OPTConfig,
+    PhiConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from tlora.checkpoint import load_state
 from tlora.errors import CheckpointError, GroupError
@@ -32,6 +42,31 @@ from tlora.trainer import TrainerOptions
 
 TARGETS = ["all-linear", ["q_proj", "v_proj"], ["down_proj"], ".*layers.1.*_proj", ["k_proj", "o_proj", "lm_head"]]
 CONFIG = {"num_key_value_heads": 4, "num_attention_heads": 4}
+_SHAPE = {
+    "vocab_size": toy.VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama-tied": LlamaConfig(**_SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**_SHAPE),
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=8),
+    "gemma2": Gemma2Config(**_SHAPE, head_dim=8, sliding_window=6, final_logit_softcapping=5.0),
+    "gemma3": Gemma3TextConfig(**_SHAPE, head_dim=8, sliding_window=6),
+    "phi": PhiConfig(**_SHAPE),
+    "opt": OPTConfig(
+        vocab_size=toy.VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, word_embed_proj_dim=32, init_std=0.2,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,11 +101,13 @@ class Run:
     """Whether all replicas agree on ticks."""
     timeout_s: float = 30.0
     config: Mapping[str, object] = field(default_factory=lambda: CONFIG)
+    family: str = "llama"
+    compiled: bool = False
 
 
 def super_model(run: Run, mesh: Mesh | None = None) -> SuperModel:
     torch.manual_seed(0)
-    config = deepcopy(toy.config(**run.config))
+    config = toy.config(**run.config) if run.family == "llama" else deepcopy(FAMILIES[run.family])
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(run.dtype)
     return SuperModel(
         base,
@@ -78,6 +115,7 @@ def super_model(run: Run, mesh: Mesh | None = None) -> SuperModel:
         mesh=mesh,
         deterministic=run.deterministic,
         checkpointing=run.checkpointing,
+        compiled=run.compiled,
     )
 
 

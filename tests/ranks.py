@@ -39,6 +39,8 @@ class Ranks:
     def run(self, count: int, function: Callable[..., Any], *args: Any, asked: int = 0) -> list[Any]:
         """`function(*args)` on the first `count` ranks; what each, or each of the first `asked`, returned. One that
         raised fails the test."""
+        if len(self._all) < count:
+            raise RankError("the ranks were ended: an earlier call did not come back")
         folder = tempfile.mkdtemp(prefix="tlora-ranks-")
         try:
             for ours, _ in self._all[:count]:
@@ -60,6 +62,7 @@ class Ranks:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
+        self._all = []
 
 
 def _serve(pipe: Connection, rank: int) -> None:

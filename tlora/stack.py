@@ -10,6 +10,7 @@ layer that gives what the real ones gave.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,14 +84,14 @@ class Stack:
     """The layers of one base, and its embedding and head, as its ranks hold them."""
 
     def __init__(self, model: PreTrainedModel, mixed: dict[str, MixedLinear], head: str, mesh: Mesh):
-        self._base, self._mesh = model.base_model, mesh
+        layers = decoder_layers(model)
+        self._base, self._mesh = _owner(model, layers[0]), mesh
         embedding = model.get_input_embeddings()
         assert embedding is not None
         self._embedding, self._head = embedding, mixed[head]
         self._noted: list[Call] | None = None
         self._first: torch.Tensor | None = None
         self._last: torch.Tensor | None = None
-        layers = decoder_layers(model)
         self._steps = _Steps(layers)
         if mesh.shard_group is not None:
             self._shard(mixed, embedding.weight is self._head.weight)
@@ -139,6 +140,10 @@ class Stack:
         finally:
             keeper.reshard()
 
+    def _with_head(self, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+        with self.head():
+            return forward(hidden)
+
     def _alone(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own forward pass calls."""
         if args:
@@ -177,6 +182,7 @@ class Stack:
                 bundle.keeper = self._embedding
                 self._embedding.register_parameter("bias", None)
                 self._head.register_parameter("weight", None)
+                self._head.forward = partial(self._with_head, self._head.forward)  # type: ignore[method-assign]
             else:
                 bundle.keep(linears)
         for part in (self._embedding, *([] if is_tied else [self._head])):
@@ -184,3 +190,9 @@ class Stack:
         for step in self._steps.steps:
             fully_shard(step, mesh=mesh, reshard_after_forward=True)
         fully_shard(self._steps, mesh=mesh)  # no prefetch beside its own, which has one layer less in memory
+
+
+def _owner(model: nn.Module, layer: nn.Module) -> nn.Module:
+    """The module whose forward pass runs the layers."""
+    name = next(name for name, module in model.named_modules() if module is layer)
+    return model.get_submodule(name.rsplit(".", 2)[0])

@@ -1,6 +1,5 @@
 """The promise over several ranks: whatever plan holds the base, every job ends as it would have alone."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,13 +22,6 @@ COUNTS = {
 PLANS = {name: Plan(replicas=r, shards=s, tensor=t) for name, (r, s, t) in COUNTS.items()}
 TWO = {name: PLANS[name] for name in ("2 replicas", "2 shards", "2 parts")}
 CHANGES = {"adapter": {"rank": 4, "alpha": 8, "targets": "all-linear", "dropout": 0.1}, "steps": 4}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(4)
-    yield pool
-    pool.close()
 
 
 @cache

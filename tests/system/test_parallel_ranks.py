@@ -3,7 +3,6 @@ gone is found out in time, and a job that fails on several ranks fails alone."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import group_work
@@ -20,13 +19,6 @@ DATA = {"count": 4}
 MESSAGE = ("allgather_", (6 + 2 * 64) * 8)
 LAYERS, HIDDEN, SIZE = 2, 32, 8
 Sent = list[tuple[str, int]]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(4)
-    yield pool
-    pool.close()
 
 
 def sent(ranks: Ranks, folder: Path, run: Run, mix: list[Visit], ticks: int = 2) -> list[list[Sent]]:
