@@ -103,6 +103,8 @@ class GroupTrainer(Trainer):
         began_s, self._heard = time.perf_counter(), max(heard, self._heard)
         with self.mesh.surfacing():
             tick = super().tick()
+        if self._aside is not None and self._is_measured and not self._controller.is_settled:
+            torch.cuda.synchronize()  # or a tick without a step would seem to take what its launches take
         self._tick_s, self._tick_rows = time.perf_counter() - began_s, tick.num_tokens
         return tick
 
@@ -251,18 +253,24 @@ class GroupTrainer(Trainer):
     def _control(self) -> None:
         """Let the controller see the last tick, as slow as its slowest rank: the same numbers on every rank."""
         rows = max(message.rows for message in self._messages)
-        if self.options.nano_batches or not rows or self._phase is not Phase.TRAINING:
+        if not self._is_measured or not rows or self._phase is not Phase.TRAINING:
             return
         cost = max(message.micros for message in self._messages) / rows
         self._controller.note(cost, tuple(message.mix for message in self._messages))
 
     @property
+    def _is_measured(self) -> bool:
+        """Whether slices are not asked for, and one's exchange could run under another's compute. A sharded base's
+        gathers do without: each layer is gathered once."""
+        has_split = any(held.is_split for held in self._held.values())
+        return not self.options.nano_batches and (
+            self.mesh.plan.tensor > 1 or (has_split and not self.mesh.plan.is_spread)
+        )
+
+    @property
     def num_slices(self) -> int:
-        """Slices of a tick: as said, or as measured where one slice's exchange can run under another's compute."""
-        if self.options.nano_batches:
-            return self.options.nano_batches
-        overlaps = self.mesh.plan.tensor > 1 or any(held.is_split for held in self._held.values())
-        return self._controller.count if overlaps else 1
+        """Slices of the next tick: as asked for, as measured, or one."""
+        return self.options.nano_batches or (self._controller.count if self._is_measured else 1)
 
     def _send_all(self, dealt: list[Item], phase: Phase) -> None:
         due = {job.slot: job for job in self._due(phase)}
@@ -409,6 +417,9 @@ def _partial(state: AdapterState) -> torch.Tensor:
 def _squares(state: AdapterState) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a gradient's cut part, and of what every rank has."""
     assert isinstance(state, SplitState)
-    grad, common = state.grad.double(), state.common
-    ends = torch.cat([grad[: common.start], grad[common.stop :]])
-    return ends.square().sum(), grad[common].square().sum()
+    grad, common = state.grad, state.common
+    low, middle, high = (
+        torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        for part in (grad[: common.start], grad[common], grad[common.stop :])
+    )
+    return low + high, middle

@@ -21,7 +21,8 @@ TIMEOUT_S = 600.0
 
 
 class Mesh:
-    """One rank's place in a plan. torch's default process group must stand, with `plan.ranks` ranks."""
+    """One rank's place in a plan. torch's default process group must stand, with `plan.ranks` ranks and a backend for
+    tensors in host memory."""
 
     def __init__(self, plan: Plan, device: torch.device | str = "cpu", *, timeout_s: float = TIMEOUT_S):
         if dist.get_world_size() != plan.ranks:
@@ -35,6 +36,29 @@ class Mesh:
         self.shard_group = self.group(replica[self.part :: plan.tensor])
         self.circle: tuple[int, ...] = ()
         self.join(replica)
+
+    @classmethod
+    def open(
+        cls, plan: Plan, rank: int, store: Any, device: torch.device | str, *, timeout_s: float = TIMEOUT_S
+    ) -> "Mesh":
+        """Make the default process group too, over a store of this group's own (a new prefix each time that its plan
+        changes): NCCL between GPUs, gloo between hosts."""
+        device = torch.device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=plan.ranks, timeout=timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            raise GroupError(f"rank {rank}: a group of {plan.ranks} did not come together: {error}.") from error
+        return cls(plan, device, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Leave all groups; the process, and what it has in memory, stays for the next plan."""
+        self._groups.clear()
+        dist.destroy_process_group()
 
     def group(self, ranks: Sequence[int]) -> Group:
         """The process group of these ranks; made at the first call, in which they all must take part."""
