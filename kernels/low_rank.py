@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from tlora.kernels.mask import (
-    A, B, END, FIELDS, FIRST, GRAD_A, GRAD_B, RANK, SLOT, STEP, THRESHOLD, column_tile, factor, keep,
-    pointer, row_keys,
+    A, B, END, FIELDS, FIRST, GRAD_A, GRAD_B, RANK, SLOT, STEP, THRESHOLD, column_tile, factor, first_column,
+    keep, pointer, row_keys,
 )
 
 
@@ -36,6 +36,7 @@ def _project(x, p_x, low, site, segment, counters_T, tile, rows, rank, at, start
     if MASKED:
         first, second = row_keys(site, tl.load(segment + STEP), tl.load(counters_T + rows, mask=mine, other=0))
         threshold = tl.load(site + THRESHOLD).to(tl.uint32)
+        shift = first_column(site)
     acc = tl.zeros((BM, BR), tl.float32)
     for k in range(0, PART_K, BK):
         i_k = start_k + k + tl.arange(0, BK)
@@ -45,7 +46,7 @@ def _project(x, p_x, low, site, segment, counters_T, tile, rows, rank, at, start
         else:
             b_x = tl.load(p_x + i_k[None, :], mask=mine[:, None] & m_k[None, :], other=0.0)
         if MASKED:
-            b_x = tl.where(keep(first, second, i_k, threshold), b_x, 0.0)
+            b_x = tl.where(keep(first, second, i_k + shift, threshold), b_x, 0.0)
         b_a = tl.load(p_a + i_k[:, None], mask=m_r[None, :] & m_k[:, None], other=0.0)
         acc = tl.dot(b_x, b_a, acc, input_precision=PRECISION)
     if WHOLE:
@@ -204,7 +205,8 @@ def _rows_a(acc, b_x, p_ds, counters, site, step, i_k, m_m, MASKED: tl.constexpr
     b_ds = tl.load(p_ds, mask=m_m[:, None], other=0.0)
     if MASKED:
         first, second = row_keys(site, step, tl.load(counters, mask=m_m, other=0))
-        b_x = tl.where(keep(first, second, i_k, tl.load(site + THRESHOLD).to(tl.uint32)), b_x, 0.0)
+        threshold = tl.load(site + THRESHOLD).to(tl.uint32)
+        b_x = tl.where(keep(first, second, i_k + first_column(site), threshold), b_x, 0.0)
     return tl.dot(tl.trans(b_x), b_ds, acc, input_precision=PRECISION)
 
 

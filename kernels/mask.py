@@ -12,7 +12,7 @@ from tlora.kernels.tiles import Adapters
 
 # Fields of a site (`tiles.Adapters`) and of a segment (`tiles.Tables`).
 A, B, GRAD_A, GRAD_B, RANK = (tl.constexpr(number) for number in range(5))
-FACTOR, SCALE, THRESHOLD, SEED_LOW, SEED_HIGH, MODULE = (tl.constexpr(number) for number in range(5, 11))
+FACTOR, SCALE, THRESHOLD, SEED_LOW, SEED_HIGH, MODULE, COLUMN = (tl.constexpr(number) for number in range(5, 12))
 FIELDS = tl.constexpr(Adapters.FIELDS)
 SLOT, FIRST, END, STEP = (tl.constexpr(number) for number in range(4))
 
@@ -46,8 +46,14 @@ def row_keys(site, step, counters):
 
 
 @triton.jit
+def first_column(site):
+    """Column of the module's whole input that A's first one stands for."""
+    return tl.load(site + COLUMN).to(tl.int32)
+
+
+@triton.jit
 def keep(first, second, columns, threshold):
-    """Bool [rows, columns]: which inputs dropout keeps. `threshold` is a scalar or [rows, 1]."""
+    """Bool [rows, columns of the whole input]: which ones dropout keeps. `threshold` is a scalar or [rows, 1]."""
     x = columns.to(tl.uint32) * 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     return x[None, :] * second[:, None] + first[:, None] >= threshold

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tlora.kernels.mask import (
-    A, B, END, FIELDS, FIRST, RANK, SLOT, STEP, THRESHOLD, column_tile, keep, pointer, row_keys,
+    A, B, END, FIELDS, FIRST, RANK, SLOT, STEP, THRESHOLD, column_tile, first_column, keep, pointer, row_keys,
 )
 
 
@@ -40,7 +40,8 @@ def _drop(acc, segment, site, counters_T, rows, mine, i_n):
     threshold = tl.load(site + THRESHOLD)
     if threshold > 0:
         first, second = row_keys(site, tl.load(segment + STEP), tl.load(counters_T + rows, mask=mine, other=0))
-        acc = tl.where(keep(first, second, i_n, threshold.to(tl.uint32)) | ~mine[:, None], acc, 0.0)
+        columns = i_n + first_column(site)
+        acc = tl.where(keep(first, second, columns, threshold.to(tl.uint32)) | ~mine[:, None], acc, 0.0)
     return acc
 
 

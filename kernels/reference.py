@@ -20,9 +20,9 @@ _MASK = 0xFFFFFFFF
 
 
 def keep_mask(
-    counters_T: torch.Tensor, columns: int, *, seed: int, step: int, module: int, dropout: float
+    counters_T: torch.Tensor, columns: int, *, seed: int, step: int, module: int, dropout: float, first: int = 0
 ) -> torch.Tensor:
-    """Bool [T, columns]: which inputs dropout keeps.
+    """Bool [T, columns]: which inputs dropout keeps, from column `first` on.
 
     A hash of (job seed, job step, module, row within the job's own step, column) and nothing else: a mask is the same
     whatever is packed beside the job, however its step is cut, and when it is drawn again in the backward pass.
@@ -34,7 +34,7 @@ def keep_mask(
         state = _scatter(state + word)
     first_T = _scatter(state + counters_T)
     second_T = _scatter(first_T) | 1
-    columns_K = (torch.arange(columns, device=counters_T.device) * 0x9E3779B9) & _MASK
+    columns_K = (torch.arange(first, first + columns, device=counters_T.device) * 0x9E3779B9) & _MASK
     columns_K = ((columns_K ^ (columns_K >> 16)) * 0x85EBCA6B) & _MASK
     return (columns_K * second_T[:, None] + first_T[:, None]) & _MASK >= int(dropout * 2**32)
 
@@ -50,7 +50,8 @@ def dropped(x_TK: torch.Tensor, site: Site, step: int, counters_T: torch.Tensor,
     """D ⊙ X / (1 − p) for rows of one job; X itself where nothing is dropped."""
     if site.dropout == 0.0 or not training:
         return x_TK
-    keep_TK = keep_mask(counters_T, x_TK.shape[1], seed=site.seed, step=step, module=site.module, dropout=site.dropout)
+    key = {"seed": site.seed, "step": step, "module": site.module, "first": site.first_column}
+    keep_TK = keep_mask(counters_T, x_TK.shape[1], dropout=site.dropout, **key)
     return torch.where(keep_TK, x_TK / (1.0 - site.dropout), 0.0)
 
 

@@ -113,6 +113,8 @@ class Site:
     seed: int
     module: int
     """Number of the module in dropout's counter: a hash of its name."""
+    first_column: int = 0
+    """Column of the module's whole input that A's first one stands for, where A is cut over several ranks."""
 
 
 class Adapters:
@@ -145,7 +147,7 @@ class Adapters:
         assert all(not vector.data_ptr() % 16 for vector in vectors)  # where kernels read them
         assert all(vector.is_contiguous() for vector in (site.a_RK, site.b_NR.T, site.grad_a_RK, site.grad_b_NR.T))
         bits = (_float_bits(site.scale / (1.0 - site.dropout)), _float_bits(site.scale), int(site.dropout * 2**32))
-        key = (site.seed & 0xFFFFFFFF, site.seed >> 32, site.module, 0)
+        key = (site.seed & 0xFFFFFFFF, site.seed >> 32, site.module, site.first_column)
         row = [*(vector.data_ptr() for vector in vectors), site.a_RK.shape[0], *bits, *key]
         self.table[module, slot] = torch.tensor(row, dtype=torch.int64)
 

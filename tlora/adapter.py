@@ -29,7 +29,7 @@ from tlora.files import atomic_path
 from tlora.kernels.tiles import Site
 from tlora.spec import AdapterSpec, BaseSpec
 
-_ALIGN = 32  # elements; keeps every A and B on a vector and bulk-copy boundary
+ALIGN = 32  # elements; keeps every A and B on a vector and bulk-copy boundary
 _PREFIX = "base_model.model."
 FROZEN = ".base_layer."  # PEFT saves a copy of the head's own weight with an adapter on it
 _Number = TypeVar("_Number", int, float)
@@ -101,7 +101,7 @@ def lay_out(spec: AdapterSpec, linears: Mapping[str, torch.Size], model_type: st
     for side in (1, 0):
         for name, rank, _ in shapes:
             ends.append(at)
-            at += -(-rank * linears[name][side] // _ALIGN) * _ALIGN
+            at += -(-rank * linears[name][side] // ALIGN) * ALIGN
     a_at, b_at = ends[: len(shapes)], ends[len(shapes) :]
     sites = tuple(
         SiteLayout(name, linears[name][0], linears[name][1], rank, scale, a, b)
@@ -145,7 +145,14 @@ class AdapterState:
     and `compute`, the copy that the kernels read, in the base's (the master itself where they agree)."""
 
     def __init__(
-        self, layout: AdapterLayout, spec: AdapterSpec, *, seed: int, device: torch.device, dtype: torch.dtype
+        self,
+        layout: AdapterLayout,
+        spec: AdapterSpec,
+        *,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        is_drawn: bool = True,
     ):
         self.layout, self.spec, self.seed = layout, spec, seed
         wide = torch.promote_types(dtype, torch.float32)
@@ -153,7 +160,8 @@ class AdapterState:
             torch.zeros(layout.size, dtype=wide, device=device) for _ in range(4)
         )
         self.compute = self.master if dtype == wide else torch.zeros(layout.size, dtype=dtype, device=device)
-        self._initialise()
+        if is_drawn:
+            self._initialise()
 
     def _initialise(self) -> None:
         """PEFT's default: A uniform in ±1/√inputs (Kaiming, a = √5), B zero; drawn by seed and module name."""

@@ -3,8 +3,10 @@
 `tlora check` and export need no more than this; the super-model asks it about the model that it has loaded.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from os.path import abspath, isdir
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +42,8 @@ class Outline:
     """A tied head counted once."""
     num_layers: int
     hidden_size: int
+    divisor: int = 1
+    """Tensor-parallel ranks must divide this; 1: transformers has no plan for it that can be taken."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, name: str) -> "Outline":
@@ -60,6 +64,7 @@ class Outline:
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
+            divisor=_divisor(config, linears, next(path for path, module in model.named_modules() if module is head)),
         )
 
     @classmethod
@@ -149,6 +154,20 @@ def _refuse(config: Any, text_config: Any, name: str) -> None:
             f"base.model = {name!r}: its attention is cut into chunks of {chunk} tokens, which would not begin where "
             "packed sequences do. Such models are not supported yet."
         )
+
+
+def cut_style(config: Any, name: str) -> str:
+    """What transformers' own tensor-parallel plan says of a linear: colwise, rowwise, something else, or nothing."""
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    return next((style for pattern, style in plan.items() if fnmatchcase(name, "*" + pattern)), "")
+
+
+def _divisor(config: Any, linears: Mapping[str, torch.Size], head: str) -> int:
+    heads = (getattr(config, field, None) or 0 for field in ("num_attention_heads", "num_key_value_heads"))
+    styles = {name: cut_style(config, name) for name in linears if name != head}
+    if not styles or set(styles.values()) - {"colwise", "rowwise"}:
+        return 1
+    return math.gcd(*heads, *(linears[name][style == "rowwise"] for name, style in styles.items()))
 
 
 def _max_positions(config: Any) -> int | None:

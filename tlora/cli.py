@@ -45,20 +45,26 @@ def check(
     tokens: Tokens = 0,
     checkpointing: Checkpointing = False,
     device: Device = None,
+    gpus: Annotated[int, typer.Option(min=0, help="Show how so many GPUs would hold each base.")] = 0,
+    per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    gpu_memory: Annotated[float, typer.Option(min=0, help="GiB of a GPU. 0: this machine's, or an H200's.")] = 0.0,
 ) -> None:
-    """Validate jobs without training: fields, model, targets, data, memory."""
+    """Validate jobs without training: fields, model, targets, data, memory; and the plan for several GPUs."""
     specs = _load(jobs, overrides)
     with _quiet():
         _refuse_device(device)
         from rich.console import Console
 
-        from tlora.console import print_check
-        from tlora.local import RunOptions, prepare
+        from tlora.console import print_check, print_plans
+        from tlora.local import RunOptions, plan_groups, prepare
         from tlora.trainer import TrainerOptions
 
         trainer = TrainerOptions(token_budget=tokens)
         ready = prepare(specs, RunOptions(trainer=trainer, checkpointing=checkpointing, device=device))
         print_check(Console(), ready)
+        if gpus:
+            options = RunOptions(trainer=trainer, checkpointing=checkpointing, device=device)
+            print_plans(Console(), plan_groups(ready, options, gpus, per_node, gpu_memory))
 
 
 @app.command()

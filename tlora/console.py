@@ -6,7 +6,7 @@ written ends nothing.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,8 @@ from rich.text import Text
 from tlora.data import TokenSequence
 from tlora.job import State
 from tlora.local import Progress, ReadyJob
+from tlora.planner import Choice
+from tlora.spec import BaseSpec
 from tlora.trainer import Tick
 
 _COLOURS = {State.FAILED: "red", State.FINISHED: "green", State.RUNNING: "cyan", State.PAUSED: "yellow"}
@@ -158,6 +160,31 @@ def print_check(console: Console, jobs: Sequence[ReadyJob]) -> None:
             f"{base.model}: {size(frozen)} base + {size(adapters)} for {len(needs)} adapter(s) + {size(tick)} for a "
             f"tick = {size(frozen + adapters + tick)} (estimate)"
         )
+
+
+def print_plans(console: Console, groups: Mapping[BaseSpec, Sequence[Choice]]) -> None:
+    """How several GPUs would hold each base: every plan with its figures, the one that is taken marked."""
+    for base, choices in groups.items():
+        table = Table(
+            box=None, pad_edge=False, title=f"{base.model} on {choices[0].plan.ranks} GPU(s)", title_justify="left"
+        )
+        names = ("", "replicas", "shards", "tensor", "base", "gathered", "adapters", "tick", "a GPU", "tokens/s", "")
+        for name in names:
+            table.add_column(name, justify="right" if name else "left")
+        for choice in choices:
+            plan, need = choice.plan, choice.memory
+            table.add_row(
+                "→" if choice is choices[0] and choice.fits else "",
+                *(str(count) for count in (plan.replicas, plan.shards, plan.tensor)),
+                *(size(part) for part in (need.base, need.gathered, need.adapters, need.tick, need.total)),
+                f"{choice.rows_per_s:,.0f}",
+                "" if choice.fits else "does not fit",
+            )
+        console.print(table)
+        if not choices[0].fits:
+            console.print(
+                "No plan fits: want more or larger GPUs, --checkpointing, or fewer --tokens.", highlight=False
+            )
 
 
 def size(count: int) -> str:

@@ -39,3 +39,7 @@ class StateError(TloraError, RuntimeError):
 
 class ClusterError(TloraError, RuntimeError):
     """The cluster, or its scheduler, cannot be reached or is another's."""
+
+
+class GroupError(TloraError, RuntimeError):
+    """A rank of a group is gone, or did not answer in time: none of the group's jobs can go on from here."""

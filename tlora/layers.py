@@ -40,9 +40,15 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def wrap_layers(model: PreTrainedModel, *, compiled: bool, checkpointing: bool) -> None:
+def wrap_layers(
+    model: PreTrainedModel,
+    *,
+    compiled: bool,
+    checkpointing: bool,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> None:
     """`compiled`: each layer through torch.compile, once for all of one kind. `checkpointing`: of each layer only the
-    input is kept, and the layer runs again in the backward pass.
+    input is kept, and the layer runs again in the backward pass. `around`: what each run of a layer is wrapped in.
 
     torch's own checkpoint would turn the compiler off for what it runs.
     """
@@ -50,6 +56,7 @@ def wrap_layers(model: PreTrainedModel, *, compiled: bool, checkpointing: bool) 
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for layer in decoder_layers(model):
         forward = torch.compile(layer.forward) if compiled else layer.forward
+        forward = around(forward) if around else forward
         layer.forward = partial(_checkpointed, forward) if checkpointing else forward
 
 

@@ -17,6 +17,7 @@ from tlora.data import JobData, load_data, load_tokenizer
 from tlora.errors import DataError, JobError, ModelError, SpecError, TloraError
 from tlora.job import JobRecord, State
 from tlora.memory import Estimate, estimate
+from tlora.planner import Choice, EstimatedCosts, Machine, choose
 from tlora.resident import ResidentJob, longest_rows
 from tlora.spec import BaseSpec, JobSpec, refuse_clashes
 from tlora.supermodel import SuperModel
@@ -114,6 +115,31 @@ def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOption
         )
     num_steps = ResidentJob.count_steps(spec, len(data.train))
     return ReadyJob(spec, data, layout, outline.match(spec.adapter), num_steps, needs)
+
+
+def plan_groups(
+    jobs: Sequence[ReadyJob], options: RunOptions, gpus: int, per_node: int, memory_gib: float
+) -> dict[BaseSpec, list[Choice]]:
+    """How so many GPUs would hold each base with its jobs, the plan to take first."""
+    device = torch.device(options.device) if options.device else default_device()
+    memory = int(memory_gib * 2**30)
+    if not memory and device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    machine = Machine(gpus=gpus, per_node=per_node, **({"memory_bytes": memory} if memory else {}))
+    groups = {}
+    for base, specs in by_base([job.spec for job in jobs]).items():
+        members, outline = [job for job in jobs if job.spec in specs], Outline.load(base)
+        longest = max(longest_rows(job.data, options.deterministic) for job in members)
+        costs = EstimatedCosts(
+            outline=outline,
+            layouts=[job.layout for job in members],
+            machine=machine,
+            rows=options.trainer.budget_on(torch.device("cuda"), longest),
+            dtype=dtype_of(base, torch.device("cuda")),
+            checkpointing=options.checkpointing,
+        )
+        groups[base] = choose(costs, machine, divisor=outline.divisor)
+    return groups
 
 
 def by_base(specs: Sequence[JobSpec]) -> dict[BaseSpec, list[JobSpec]]:

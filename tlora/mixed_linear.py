@@ -3,7 +3,7 @@
 The super-model makes them and says which rows pass through; the maths is `kernels/lora_linear.py`'s.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -49,14 +49,10 @@ class Bundle:
                 ]
             )
 
-    def product(self, x: torch.Tensor, rows: RowTable) -> torch.Tensor:
-        """Of all of them, [T, Σ widths]."""
-        return lora_linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias, rows, self.adapters)
-
     def output(self, index: int, x: torch.Tensor, rows: RowTable) -> torch.Tensor:
         """Of one linear; the first to be called computes all, the others find theirs."""
         if index == 0:
-            y = self.product(x, rows).view(*x.shape[:-1], -1)
+            y = self.product(x.reshape(-1, x.shape[-1]), rows).view(*x.shape[:-1], -1)
             compiling = torch.compiler.is_compiling() and len(self.widths) > 1
             cut = _Cut.apply if compiling else torch.split
             self._outputs = cut(y, self.widths, -1)
@@ -64,6 +60,16 @@ class Bundle:
         if index == len(self.widths) - 1:
             self._outputs = ()
         return output
+
+    def product(self, x_TK: torch.Tensor, rows: RowTable) -> torch.Tensor:
+        """All outputs [T, sum of widths], adapters included."""
+        return lora_linear(x_TK, self.weight, self.bias, rows, self.adapters)
+
+    def plain(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """One linear's output, without adapters."""
+        first = sum(self.widths[:index])
+        part = slice(first, first + self.widths[index])
+        return F.linear(x, self.weight[part], None if self.bias is None else self.bias[part])
 
 
 class _Cut(torch.autograd.Function):
@@ -90,16 +96,21 @@ class MixedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.bundle.current.rows
         if rows is None:
-            return F.linear(x, self.weight, self.bias)
+            return self.bundle.plain(self.index, x)
         return self.bundle.output(self.index, x, rows)
 
 
-def replace_linears(model: PreTrainedModel, head: str, current: Current) -> dict[str, MixedLinear]:
+def replace_linears(
+    model: PreTrainedModel,
+    head: str,
+    current: Current,
+    bundle_of: Callable[[Sequence[nn.Linear], Current], Bundle] = Bundle,
+) -> dict[str, MixedLinear]:
     """Put a mixed linear in the place of every linear; by name."""
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     mixed = {}
     for names in _bundles(model, linears, head):
-        bundle = Bundle([linears[name] for name in names], current)
+        bundle = bundle_of([linears[name] for name in names], current)
         for index, name in enumerate(names):
             mixed[name] = MixedLinear(linears[name], bundle, index)
             model.set_submodule(name, mixed[name])
@@ -134,7 +145,8 @@ def _gated_class(kind: Any) -> Any:
         bundle = self.gate_proj.bundle
         if bundle.current.rows is None:
             return kind.forward(self, x)  # type: ignore[no-any-return]
-        out = gated(bundle.product(x, bundle.current.rows), self.act_kind)
+        y = bundle.product(x.reshape(-1, x.shape[-1]), bundle.current.rows)
+        out = gated(y, self.act_kind)
         return self.down_proj(out.view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
 
     return type(f"Gated{kind.__name__}", (kind,), {"forward": forward})

@@ -4,8 +4,9 @@ Called once a slice by the trainer. Positions restart and attention stops at eac
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 
 from tlora.data import TokenSequence
@@ -108,6 +109,13 @@ def pack(
     loss = {name: moved[name] for name in ("rows_M", "targets_M", "weights_M", "counts_S")}
     blocks_M = _loss_blocks(items, counts, head_rows, per_sequence)
     return Batch(tuple(items), moved["ids_T"], moved["positions_T"], rows, LossTable(**loss, blocks=blocks_M))
+
+
+def idle(*, device: torch.device, per_sequence: bool, training: bool, num_rows: int) -> Batch:
+    """Rows that belong to nobody, and no target: what a rank runs through the base while others have work."""
+    nothing = Item(-1, 0, 0, 0, 0.0, TokenSequence(np.zeros(1, np.int32), np.zeros(1, np.bool_)))
+    batch = pack([nothing], device=device, per_sequence=per_sequence, training=training, round_to=num_rows)
+    return replace(batch, items=())
 
 
 def _ends(blocks: Sequence[int]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from tlora.adapter import AdapterState
 from tlora.checkpoint import JobFolder
 from tlora.data import JobData, TokenSequence
 from tlora.job import JobRecord
+from tlora.nanobatch import cut
 from tlora.optim import learning_rate
 from tlora.packing import Item, rows_of
 from tlora.spec import JobSpec
@@ -66,7 +67,10 @@ class ResidentJob:
         self.is_settled = True
         """False from the moment the weights move until `step` counts it: what lies between must not be saved."""
         self.credit = 0.0
+        self.part = 0, 1
+        """Which of how many parts of every step this worker sends; the others are other workers'."""
         self.step_began_s = math.nan
+        self.step_tokens = 0
         self._items: list[Item] = []
         self._rows: list[int] = []
         self._next = 0
@@ -105,10 +109,6 @@ class ResidentJob:
         return sum(self._rows)
 
     @property
-    def step_tokens(self) -> int:
-        return sum(len(item.sequence) for item in self._items)
-
-    @property
     def is_through(self) -> bool:
         """Whether every sequence of the step, or evaluation, has been sent."""
         return self._next == len(self._items)
@@ -118,15 +118,25 @@ class ResidentJob:
         sequences = self.step_sequences(self.step) if phase is Phase.TRAINING else self.data.eval
         weight = 1.0 / sum(sequence.num_targets for sequence in sequences)
         counters = accumulate((len(sequence) for sequence in sequences), initial=0)
-        self._items = [
+        items = [
             Item(self.slot, self.step, position, counter, weight, sequence)
             for position, (sequence, counter) in enumerate(zip(sequences, counters, strict=False))
         ]
-        self._rows = [rows_of(sequence, self.per_sequence) for sequence in sequences]
+        self.step_tokens = sum(len(sequence) for sequence in sequences)
+        self._items = self._mine(items)
+        self._rows = [rows_of(item.sequence, self.per_sequence) for item in self._items]
         self.phase, self._next, self.step_began_s = phase, 0, now_s
         wide = self.state.master
-        self._losses = torch.zeros(len(self._items), dtype=wide.dtype, device=wide.device)
+        self._losses = torch.zeros(len(items), dtype=wide.dtype, device=wide.device)
         self.state.grad.zero_()
+
+    def _mine(self, items: list[Item]) -> list[Item]:
+        """This worker's part: of runs of about equal length, one a worker, in order. It may be empty."""
+        index, count = self.part
+        if count == 1:
+            return items
+        runs = cut(items, count, lambda item: float(len(item.sequence)))
+        return runs[index] if index < len(runs) else []
 
     def step_sequences(self, step: int) -> Sequence[TokenSequence]:
         """The sequences of optimizer step `step`, from 0: the job's own shuffle of each epoch, its end left short."""
@@ -144,6 +154,11 @@ class ResidentJob:
     def add_losses(self, first: int, losses: torch.Tensor) -> None:
         """Keep the weighted losses of sequences that came back, from the step's `first` on: their sum has one order."""
         self._losses[first : first + len(losses)] = losses.to(self._losses.dtype)
+
+    @property
+    def losses(self) -> torch.Tensor:
+        """Weighted loss of each sequence of the step or evaluation; 0 for those that have not come back here."""
+        return self._losses
 
     def summed_loss(self) -> torch.Tensor:
         """Mean loss over the target tokens of the step or evaluation; a scalar on the device."""

@@ -5,10 +5,11 @@ The trainer places adapters and sends batches; when and why is not known here.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +25,14 @@ from tlora.graphs import Graphs
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.tiles import RowTable, Tables, stride_of
 from tlora.layers import precision, wrap_layers
-from tlora.mixed_linear import Current, fuse_gates, replace_linears
+from tlora.mixed_linear import Current, MixedLinear, fuse_gates, replace_linears
 from tlora.packing import Batch, Item, pack
 from tlora.spec import BaseSpec
+
+if TYPE_CHECKING:  # torch.distributed is none of a lone process's business
+    from tlora.parallel import Mesh
+    from tlora.stack import Stack, Streams
+    from tlora.tensor_parallel import Cut
 
 SMALL_WORK = 8 * 2**40
 """Rows × parameters of the base, below which a tick is captured as a CUDA graph: about 1000 rows of 8B parameters."""
@@ -35,7 +41,7 @@ SMALL_WORK = 8 * 2**40
 class SuperModel:
     """A base model that carries adapters. `deterministic`: a job's bits do not depend on its neighbours. `compiled`:
     whether its layers are compiled; if not said, on a GPU in half precision. `captured`: small ticks of compiled layers
-    become CUDA graphs."""
+    become CUDA graphs. `mesh`: this rank's place in a plan; the base may then be sharded or split over several."""
 
     def __init__(
         self,
@@ -46,17 +52,21 @@ class SuperModel:
         checkpointing: bool = False,
         compiled: bool | None = None,
         captured: bool = True,
+        mesh: "Mesh | None" = None,
     ):
         self.model, self.base, self.deterministic, self.checkpointing = model, base, deterministic, checkpointing
         self.outline = Outline.of(model, base.model)
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype = model.device if mesh is None else mesh.device, model.dtype
         self.residents: dict[int, AdapterState] = {}
         self._current = Current()
         model.requires_grad_(False)
         self._silence_dropout()
         model.eval()  # so nothing draws from a stream that all jobs would share
-        self._mixed = replace_linears(model, self.outline.head, self._current)
-        model.enable_input_require_grads()
+        self.cuts: Mapping[str, Cut] = {}
+        self._stack: Stack | None = None
+        spread = mesh if mesh is not None and mesh.plan.is_spread else None
+        name_of_base = fingerprint(model) if spread else ""
+        self._mixed = self._spread(spread) if spread else replace_linears(model, self.outline.head, self._current)
         config = model.config.get_text_config()
         self._multiplier = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
@@ -71,22 +81,27 @@ class SuperModel:
             compiled = self.device.type == "cuda" and self.dtype.itemsize == 2
         # With a softcap attention goes block by block, in Python: each tick would be compiled anew.
         self.compiled = compiled and not deterministic and not getattr(config, "attn_logit_softcapping", None)
-        self.captured = captured and self.compiled and not checkpointing and self.device.type == "cuda"
-        if self.compiled:
+        self.captured = captured and self.compiled and not (checkpointing or spread) and self.device.type == "cuda"
+        if self.compiled and not spread:
             fuse_gates(model)
-        wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing)
+        wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing, around=self._around if spread else None)
+        if spread:
+            self._stack = self._stacked(spread)
+        model.enable_input_require_grads()
         self._graphs = Graphs(self._hidden_of)
         self._seen_tables: tuple[object, ...] = ()
         with torch.compiler.set_stance("force_eager"):
             self._check()
-        self.fingerprint = fingerprint(model)
+        self.fingerprint = name_of_base or fingerprint(model)
 
     @classmethod
     def load(cls, base: BaseSpec, *, device: str | torch.device | None = None, **options: Any) -> "SuperModel":
         """Load the base from a folder or the hub. Raises ModelError if it cannot be had or cannot carry adapters."""
-        device = torch.device(device) if device is not None else default_device()
+        mesh: Mesh | None = options.get("mesh")
+        device = mesh.device if mesh else torch.device(device) if device is not None else default_device()
         model = load_model(base, dtype_of(base, device))
-        model.to(device)  # type: ignore[arg-type]  # its decorator hides nn.Module's signature
+        if mesh is None or not mesh.plan.is_spread:  # else each rank takes its part, layer by layer
+            model.to(device)  # type: ignore[arg-type]  # its decorator hides nn.Module's signature
         return cls(model, base, **options)
 
     def place(self, state: AdapterState) -> int:
@@ -110,6 +125,8 @@ class SuperModel:
 
     def train(self, batch: Batch) -> torch.Tensor:
         """Forward and backward. Adds to the residents' gradients; returns each item's weighted loss [S]."""
+        if self._stack is not None:
+            return self.train_slices([batch])[0]
         if self.is_small(batch.rows.num_rows) and (graph := self._graphs.find(batch)):
             losses_S, d_hidden = self._loss(graph.forward(batch), batch, with_gradient=True)
             assert d_hidden is not None
@@ -121,9 +138,30 @@ class SuperModel:
             hidden.backward(d_hidden)
         return losses_S
 
+    def train_slices(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """`train` of several batches at once, layer by layer. A base that is sharded or split goes this way alone; its
+        ranks come here together, each with at least one batch, and nobody's rows if it has no others."""
+        with self._passing(None):
+            hidden, streams = self._hidden_slices(batches)
+            results = self._losses(hidden, batches, streams, with_gradient=True)
+            torch.autograd.backward(hidden, [d_hidden for _, d_hidden in results])
+            streams.end()
+        return [losses_S for losses_S, _ in results]
+
+    @torch.no_grad()
+    def evaluate_slices(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """`evaluate` of several batches at once, as `train_slices`."""
+        with self._passing(None):
+            hidden, streams = self._hidden_slices(batches)
+            results = self._losses(hidden, batches, streams, with_gradient=False)
+            streams.end()
+        return [losses_S for losses_S, _ in results]
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Forward alone; returns each item's weighted loss [S]."""
+        if self._stack is not None:
+            return self.evaluate_slices([batch])[0]
         with self._passing(batch.rows):
             return self._loss(self._hidden(batch), batch, with_gradient=False)[0]
 
@@ -159,17 +197,41 @@ class SuperModel:
         with self._passing(batch.rows):
             return self._hidden(batch)
 
-    def _hidden(self, batch: Batch) -> torch.Tensor:
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
         if self.compiled:  # tables grow with the jobs; rows are seen to vary by the compiler itself
             for table in (
                 batch.rows.block_ends_S,
                 *(getattr(batch.rows.tables, field.name) for field in fields(Tables)),
             ):
                 torch._dynamo.maybe_mark_dynamic(table, 0)
-        output = self.model.base_model(
-            input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, tlora_rows=batch.rows
-        )
+        return {
+            "input_ids": batch.ids_T[None],
+            "position_ids": batch.positions_T[None],
+            "use_cache": False,
+            "tlora_rows": batch.rows,
+        }
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        output = self.model.base_model(**self._inputs(batch))
         return output.last_hidden_state.squeeze(0)  # type: ignore[no-any-return]
+
+    def _hidden_slices(self, batches: Sequence[Batch]) -> tuple[list[torch.Tensor], "Streams"]:
+        assert self._stack is not None
+        streams = self._stack.streams(len(batches), beside=not self.deterministic)
+        inputs = [self._inputs(batch) for batch in batches]
+        outputs = self._stack.run(inputs, streams)
+        return [output.last_hidden_state.squeeze(0) for output in outputs], streams
+
+    def _losses(
+        self, hidden: Sequence[torch.Tensor], batches: Sequence[Batch], streams: "Streams", *, with_gradient: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        assert self._stack is not None
+        results = []
+        with self._stack.head():
+            for at, (hidden_TH, batch) in enumerate(zip(hidden, batches, strict=True)):
+                with streams.slice(at):
+                    results.append(self._loss(hidden_TH.detach(), batch, with_gradient=with_gradient))
+        return results
 
     def _loss(
         self, hidden_TH: torch.Tensor, batch: Batch, *, with_gradient: bool
@@ -177,8 +239,8 @@ class SuperModel:
         head = self._mixed[self.outline.head]
         return linear_cross_entropy(
             hidden_TH,
-            head.weight,
-            head.bias,
+            head.bundle.weight,
+            head.bundle.bias,
             batch.rows,
             batch.loss,
             head.bundle.adapters,
@@ -187,8 +249,37 @@ class SuperModel:
             with_gradient=with_gradient,
         )
 
+    def _spread(self, mesh: "Mesh") -> dict[str, MixedLinear]:
+        """Leave this rank its part of every product, before linears become mixed."""
+        from tlora.tensor_parallel import GroupBundle, cut_linears, find_cuts
+
+        self.cuts = find_cuts(self.model, self.outline, mesh.plan.tensor)
+        cut_linears(self.model, self.cuts, mesh)
+        cuts = {self.model.get_submodule(name): cut for name, cut in self.cuts.items()}
+        bundle_of = partial(GroupBundle, mesh=mesh, cuts=cuts)
+        return replace_linears(self.model, self.outline.head, self._current, bundle_of)
+
+    def _stacked(self, mesh: "Mesh") -> "Stack":
+        from tlora.stack import Stack
+
+        stack = Stack(self.model, self._mixed, self.outline.head, mesh)
+        self.model.to(mesh.device)  # type: ignore[arg-type]  # its decorator hides nn.Module's signature
+        return stack
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer that several slices run through: the rows are those that it is given."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._current.rows = kwargs.get("tlora_rows")
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._current.rows = None
+
+        return run
+
     @contextmanager
-    def _passing(self, rows: RowTable) -> Iterator[None]:
+    def _passing(self, rows: RowTable | None) -> Iterator[None]:
         """Held over the backward pass too: checkpointed layers run again there."""
         self._current.rows = rows
         try:

@@ -116,6 +116,14 @@ class Tracker:
             log.warning("job %s: its %s failed and is put aside: %s", self.name, type(sink).__name__.strip("_"), error)
 
 
+class Silent(Tracker):
+    """Of a job whose rows another rank writes."""
+
+    def __init__(self, run_id: str | None):
+        self.name, self.run_id = "", run_id or ""
+        self._sinks = []
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a job's metrics.jsonl. Raises TloraError if a line is no JSON."""
     rows = []

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,21 +19,22 @@ import torch
 import yaml
 from safetensors import SafetensorError
 
-from tlora import environment, nanobatch
+from tlora import nanobatch
 from tlora.adapter import AdapterState, export_peft
 from tlora.beside import Writer, own_stream
-from tlora.checkpoint import BEST, STATE, load_job_state, read_meta, save_state, save_tokenizer
+from tlora.checkpoint import BEST, STATE, read_meta, save_state, save_tokenizer
 from tlora.data import JobData
 from tlora.dealing import Claim, deal
-from tlora.errors import CheckpointError, JobError, StateError, TloraError
+from tlora.errors import JobError, StateError, TloraError
 from tlora.files import atomic_path
 from tlora.job import JobRecord, State
+from tlora.keeping import describe, restore
 from tlora.kernels.adamw import adamw
 from tlora.kernels.tiles import Update
 from tlora.optim import update_of
-from tlora.packing import Item, pack, rows_of
+from tlora.packing import Batch, Item, pack, rows_of
 from tlora.resident import Phase, ResidentJob, longest_rows
-from tlora.spec import JobSpec, differences, parse_job
+from tlora.spec import JobSpec
 from tlora.supermodel import SuperModel
 from tlora.tracking import Tracker
 
@@ -40,6 +42,8 @@ log = logging.getLogger("tlora")
 _FAULTS = (TloraError, OSError, SafetensorError, ArithmeticError, RuntimeError)
 _IN_FLIGHT = 2
 """Copies of a job that wait to be written, before one more is made."""
+Bid = tuple[ResidentJob, Claim, int]
+"""A job, what it asked for, and how many sequences it is to send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +52,8 @@ class TrainerOptions:
 
     token_budget: int = 0
     """Most rows in a tick; 0: 16384 on a GPU, 2048 on a CPU."""
-    nano_batches: int = 1
-    """Slices of a tick."""
+    nano_batches: int = 0
+    """Slices of a tick; 0: one, or what a group's ranks measure to be best."""
     round_to: int = 1
     """Each slice is filled to a multiple of this many rows, which belong to nobody."""
     writes_beside: bool = False
@@ -119,13 +123,7 @@ class Trainer:
         """The part of `attach` that takes time, and may run in another thread beside the ticks: a job with its state,
         which holds its folder until it has been admitted and left, or is given up."""
         with own_stream(self.supermodel.device):
-            state = AdapterState(
-                self.supermodel.outline.lay_out(spec.adapter),
-                spec.adapter,
-                seed=spec.seed,
-                device=self.supermodel.device,
-                dtype=self.supermodel.dtype,
-            )
+            state = self._new_state(spec)
             record = record or JobRecord(spec.name)
             job = ResidentJob(spec, data, state, record, tokenizer, per_sequence=self.supermodel.deterministic)
             longest = longest_rows(data, self.supermodel.deterministic)
@@ -134,14 +132,9 @@ class Trainer:
                     f"job {spec.name}: its longest sequence takes {longest} rows; want at most the token budget, "
                     f"{self.token_budget}. Lower data.max_length or raise the budget."
                 )
-            for left in job.folder.open():
-                log.warning("job %s: removed %s, left half-written.", spec.name, left)
             try:
-                run_id = self._restore(job, resume)
-                with atomic_path(spec.folder / "job.yaml") as path:
-                    path.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
-                evaluating = job.phase is Phase.EVALUATING
-                job.tracker = Tracker(spec, spec.folder, step=job.step, evaluating=evaluating, run_id=run_id)
+                run_id = self._open(job, resume)
+                job.tracker = self._new_tracker(job, run_id)
             except BaseException:
                 job.folder.close()
                 raise
@@ -198,9 +191,8 @@ class Trainer:
         began_s = time.perf_counter()
         with self.supermodel.threads():
             phase, dealt = self._deal()
-            for items in nanobatch.cut(dealt, self.options.nano_batches, self._work):
-                self._send(items, phase)
-            through = [job for job in self.jobs.values() if job.phase is phase and job.is_through and dealt]
+            self._send_all(dealt, phase)
+            through = self._through(dealt, phase)
             if phase is Phase.TRAINING:
                 self._step(through)
             else:
@@ -247,14 +239,29 @@ class Trainer:
             self._phase = Phase.TRAINING if self._phase is Phase.EVALUATING else Phase.EVALUATING
         elif waiting:
             (self._phase,) = waiting
-        jobs = sorted((job for job in self.jobs.values() if job.phase is self._phase), key=lambda job: job.slot)
-        claims = [Claim(job.spec.share, job.pending_rows, job.step_rows, job.credit) for job in jobs]
         self._turn += 1
+        return self._phase, self._take(self._bid(self._phase))
+
+    def _bid(self, phase: Phase) -> list[Bid]:
+        """What a tick of this kind would take of whom; nothing is changed yet."""
+        jobs = sorted((job for job in self.jobs.values() if job.phase is phase), key=lambda job: job.slot)
+        claims = [Claim(job.spec.share, job.pending_rows, job.step_rows, job.credit) for job in jobs]
+        return list(zip(jobs, claims, deal(claims, self.token_budget, self._turn), strict=True))
+
+    def _take(self, bids: list[Bid]) -> list[Item]:
         items: list[Item] = []
-        for job, claim, count in zip(jobs, claims, deal(claims, self.token_budget, self._turn), strict=True):
+        for job, claim, count in bids:
             job.credit = claim.credit
             items += job.take(count)
-        return self._phase, items
+        return items
+
+    def _send_all(self, dealt: list[Item], phase: Phase) -> None:
+        for items in nanobatch.cut(dealt, self.options.nano_batches or 1, self._work):
+            self._send(items, phase)
+
+    def _through(self, dealt: list[Item], phase: Phase) -> list[ResidentJob]:
+        """Jobs whose step, or evaluation, this tick has brought to its end."""
+        return [job for job in self.jobs.values() if job.phase is phase and job.is_through and dealt]
 
     def _work(self, item: Item) -> float:
         """Rank-weighted work of a sequence, for an even cut."""
@@ -262,16 +269,21 @@ class Trainer:
         return len(item.sequence) * (self.supermodel.outline.num_parameters + layout.num_parameters)
 
     def _send(self, items: list[Item], phase: Phase) -> None:
+        batch = self._pack(items, phase)
         training = phase is Phase.TRAINING
+        self._note(items, self.supermodel.train(batch) if training else self.supermodel.evaluate(batch))
+
+    def _pack(self, items: list[Item], phase: Phase) -> Batch:
         num_rows = sum(rows_of(item.sequence, self.supermodel.deterministic) for item in items)
-        batch = pack(
+        return pack(
             items,
             device=self.supermodel.device,
             per_sequence=self.supermodel.deterministic,
-            training=training,
+            training=phase is Phase.TRAINING,
             round_to=math.lcm(self.options.round_to, self.supermodel.row_multiple(num_rows)),
         )
-        losses = self.supermodel.train(batch) if training else self.supermodel.evaluate(batch)
+
+    def _note(self, items: list[Item], losses: torch.Tensor) -> None:
         for job in self.jobs.values():
             at = [index for index, item in enumerate(items) if item.slot == job.slot]
             if at:  # one after the other, in the batch as in the step
@@ -287,11 +299,15 @@ class Trainer:
             return
         for job in stepped:
             job.is_settled = False
-        norms = adamw(list(updates.values()))
+        norms = self._update(updates)
         losses = torch.stack([update.loss for update in updates.values()])
         values = torch.stack([losses.double(), norms.double()], dim=1).tolist()
         for job, (loss, norm) in zip(stepped, values, strict=True):
             self._guard(job, partial(self._after_step, job, loss, norm))
+
+    def _update(self, updates: dict[str, Update]) -> torch.Tensor:
+        """Take the steps; returns the gradients' norms before clipping."""
+        return adamw(list(updates.values()))
 
     def _prepare(self, job: ResidentJob, updates: dict[str, Update]) -> None:
         loss = job.summed_loss()
@@ -370,64 +386,49 @@ class Trainer:
         return JobError(f"{what}; stopped at its last good checkpoint, {kept}{trouble}")
 
     def _save(self, job: ResidentJob) -> None:
-        if not torch.isfinite(job.state.master).all():
-            raise JobError(f"its weights are no longer finite at step {job.step}")
-        assert job.tracker is not None
-        meta = {
-            "spec": job.spec.model_dump(mode="json"),
-            "step": job.step,
-            "num_steps": job.num_steps,
-            "tokens": job.tokens,
-            "evaluating": job.phase is Phase.EVALUATING,
-            "best_loss": job.best_loss,
-            "data": job.digest,
-            "dtype": str(self.supermodel.dtype),
-            "base": self.supermodel.fingerprint,
-            "run_id": job.tracker.run_id,
-            "environment": environment.describe(),
-        }
-        self._write(job, lambda state: save_state(job.spec.folder, state.tensors(), meta))
+        self._save_state(job, job.state)
 
-    def _write(self, job: ResidentJob, write: Callable[[AdapterState], None]) -> None:
-        """Have a file written of the job as it is now."""
+    def _save_state(self, job: ResidentJob, state: AdapterState) -> None:
+        if not torch.isfinite(state.master).all():
+            raise JobError(f"its weights are no longer finite at step {job.step}")
+        meta = describe(job, self.supermodel)
+        self._write(job, state, lambda state: save_state(job.spec.folder, state.tensors(), meta))
+
+    def _new_state(self, spec: JobSpec) -> AdapterState:
+        return AdapterState(
+            self.supermodel.outline.lay_out(spec.adapter),
+            spec.adapter,
+            seed=spec.seed,
+            device=self.supermodel.device,
+            dtype=self.supermodel.dtype,
+        )
+
+    def _open(self, job: ResidentJob, resume: bool) -> str | None:
+        """Hold the job's folder and load what it has; returns the tracking run's id."""
+        for left in job.folder.open():
+            log.warning("job %s: removed %s, left half-written.", job.name, left)
+        run_id = restore(job, self.supermodel, resume=resume)
+        with atomic_path(job.spec.folder / "job.yaml") as path:
+            path.write_text(yaml.safe_dump(job.spec.model_dump(mode="json"), sort_keys=False))
+        return run_id
+
+    def _new_tracker(self, job: ResidentJob, run_id: str | None) -> Tracker:
+        evaluating = job.phase is Phase.EVALUATING
+        return Tracker(job.spec, job.spec.folder, step=job.step, evaluating=evaluating, run_id=run_id)
+
+    def _write(self, job: ResidentJob, state: AdapterState, write: Callable[[AdapterState], None]) -> None:
+        """Have a file written of a state of the job, as it is now."""
         job.settle_files(most=_IN_FLIGHT)
-        try:
-            state = job.state.frozen() if self._writer.is_beside else job.state
-        except torch.OutOfMemoryError:  # no room for a copy: it is waited for
-            state = job.state
+        if self._writer.is_beside and state is job.state:
+            with suppress(torch.OutOfMemoryError):  # without room for a copy, the write is waited for
+                state = state.frozen()
         job.files.append(self._writer.submit(partial(write, state)))
         job.settle_files(most=0 if state is job.state else None)
 
-    def _restore(self, job: ResidentJob, resume: bool) -> str | None:
-        """Load what its folder holds; returns its tracking run id."""
-        folder = job.folder
-        if not folder.has_state:
-            if job.spec.adapter.init_from is not None:
-                job.state.load_peft(job.spec.adapter.init_from)
-            return None
-        if not resume:
-            raise StateError(f"{folder.path} holds a saved state already. Resume it, or choose another output.")
-        tensors, meta = load_job_state(folder.path)
-        changed = differences(parse_job(meta["spec"]), job.spec)
-        if changed:
-            raise CheckpointError(
-                f"{folder.path} was saved with other settings: {'; '.join(changed)}. Put them back, or remove the "
-                "folder to train anew."
-            )
-        for what, saved, mine in (
-            ("data", meta["data"], job.digest),
-            ("base precision", meta["dtype"], str(self.supermodel.dtype)),
-            ("base", meta["base"], self.supermodel.fingerprint),
-        ):
-            if saved != mine:
-                raise CheckpointError(f"its {what} changed since it was saved: {saved} was, {mine} is.")
-        job.state.load(tensors)
-        job.step, job.tokens = meta["step"], meta["tokens"]
-        job.best_loss = meta["best_loss"]
-        job.phase = Phase.EVALUATING if meta["evaluating"] else Phase.TRAINING
-        return str(meta["run_id"])
-
     def _export(self, job: ResidentJob, part: str) -> None:
+        self._write_adapter(job, job.state, part)
+
+    def _write_adapter(self, job: ResidentJob, state: AdapterState, part: str) -> None:
         folder, trained = job.spec.folder / part, job.spec.optim.lr > 0.0 and job.step > 1
 
         def write(state: AdapterState) -> None:
@@ -435,7 +436,7 @@ class Trainer:
             if job.tokenizer is not None:
                 save_tokenizer(job.tokenizer, folder)
 
-        self._write(job, write)
+        self._write(job, state, write)
 
     def _guard(self, job: ResidentJob, action: Callable[[], None]) -> None:
         """What goes wrong for one job ends that job, with its reason; the others go on."""

@@ -168,3 +168,9 @@ def test_the_mask_of_a_lone_linear_is_drawn_in_its_product(
     adapters = adapters_of({3: site}, widths=(SIZE,))
     lora_linear(x, torch.zeros_like(eye), None, batch.rows, adapters).backward(eye)
     assert torch.equal(x.grad != 0, keep_mask(batch.rows.tables.counters_T, SIZE, **key))
+
+
+def test_columns_of_a_cut_input_are_those_of_the_whole() -> None:
+    whole = mask()
+    for first, end in ((0, 200), (200, 400), (13, 40)):
+        assert torch.equal(mask(columns=end - first, first=first), whole[:, first:end])

@@ -35,13 +35,14 @@ LAYERS = {
     "tlora.errors": GROUND,
     "tlora.randomness": GROUND,
     "tlora.trainer": TRAINER,
+    "tlora.group_trainer": TRAINER,
     "tlora.local": TRAINER,
     "tlora.console": FRONT,
     "tlora.client": FRONT,
     "tlora.cli": FRONT,
     "tlora.__main__": FRONT,
 }
-PURE = ("tlora.scheduling", "tlora.simulate", "tlora.job", "tlora.errors")
+PURE = ("tlora.scheduling", "tlora.simulate", "tlora.job", "tlora.errors", "tlora.plan")
 HEAVY = {"torch", "transformers", "ray", "triton", "peft", "datasets", "wandb"}
 
 

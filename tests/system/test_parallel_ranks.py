@@ -1,0 +1,191 @@
+"""What ranks say to each other: nothing for adapters that live on one, one vector a step for split ones. A rank that is
+gone is found out in time, and a job that fails on several ranks fails alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import group_work
+import pytest
+import toy
+from group_work import CONFIG, Run, Visit
+from ranks import Ranks
+
+from tlora.checkpoint import STATE
+from tlora.plan import Plan
+
+CHANGES = {"adapter": {"rank": 8, "targets": "all-linear"}, "steps": 3, "save_every": 99}
+DATA = {"count": 4}
+MESSAGE = ("allgather_", (6 + 2 * 64) * 8)
+LAYERS, HIDDEN, SIZE = 2, 32, 8
+Sent = list[tuple[str, int]]
+
+
+def sent(ranks: Ranks, folder: Path, run: Run, mix: list[Visit], ticks: int = 2) -> list[list[Sent]]:
+    """By rank and tick."""
+    return ranks.run(run.plan.ranks, group_work.count_bytes, run, folder, mix, ticks)
+
+
+def whole(rank: int, name: str = "a", lane: int = 0) -> Visit:
+    return Visit(name, (lane,), {**CHANGES, "adapter": {"rank": rank, "targets": "all-linear"}}, DATA)
+
+
+def test_replicas_of_whole_jobs_say_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    mix = [whole(8, "a", 0), whole(8, "b", 1)]
+    assert sent(ranks, tmp_path, Run(plan=Plan(replicas=2), together=False), mix) == [[[], []]] * 2
+
+
+def test_shards_of_whole_jobs_say_what_the_base_does(ranks: Ranks, tmp_path: Path) -> None:
+    """Whatever the adapters' ranks: one message, and each layer gathered once each way for all slices."""
+    said = [
+        sent(
+            ranks,
+            tmp_path / str(rank),
+            Run(plan=Plan(shards=2), nano_batches=slices),
+            [whole(rank), whole(rank, "b", 1)],
+        )
+        for rank, slices in ((1, 1), (64, 1), (64, 3))
+    ]
+    assert said[0] == said[1] == said[2]
+    for each in said[0]:
+        for tick in each:
+            assert tick[0] == MESSAGE
+            assert [name for name, _ in tick[1:]] == ["_allgather_base_"] * (2 + 2 * LAYERS)  # embedding, head, layers
+
+
+@pytest.mark.parametrize("plan", [Plan(replicas=4), Plan(shards=2)], ids=str)
+def test_a_split_job_is_one_vector_a_step(plan: Plan, ranks: Ranks, tmp_path: Path) -> None:
+    lanes = tuple(range(plan.lanes))
+    visit = Visit("a", lanes, CHANGES, DATA)
+    ((size, _),) = ranks.run(1, group_work.layout_sizes, Run(plan=Plan()), tmp_path / "size", whole(8))
+    vector = -(-(size + 4) // plan.ranks) * plan.ranks * SIZE  # with the losses of its four sequences
+    for each in sent(ranks, tmp_path, Run(plan=plan), [visit]):
+        for tick in each:
+            beside = [part for part in tick if part != MESSAGE and part[0] != "_allgather_base_"]
+            assert beside == [("alltoall_base_", vector), ("allgather_", vector // plan.ranks)]
+
+
+def test_tensor_parallel_says_what_the_base_does_and_sums_whole_factors_once_a_step(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """A tick is the base's own four reductions a layer, whatever the adapters. Factors that every rank has whole (A of
+    column-split linears, B of row-split ones) have their gradients summed once a step, with one number for the norm."""
+    plan = Plan(tensor=2)
+    for rank in (1, 64):
+        folder = tmp_path / str(rank)
+        ((_, partial), _) = ranks.run(2, group_work.layout_sizes, Run(plan=plan), folder / "size", whole(rank))
+        run = Run(plan=plan, budget=24)
+        rows = [len(sequence) for sequence in toy.data(**DATA).train]
+        assert partial >= rank * LAYERS * (5 * HIDDEN + 2 * HIDDEN)
+        for each in sent(ranks, folder, run, [whole(rank)], ticks=6):
+            steps = []
+            for tick in each:
+                reductions = [size for name, size in tick if name == "allreduce_"]
+                assert len(reductions) == 4 * LAYERS
+                assert len(set(reductions)) == 1
+                assert reductions[0] in {sum(part) * HIDDEN * SIZE for part in _runs(rows)}
+                steps.append([part for part in tick if part[0] != "allreduce_" and part != MESSAGE])
+            vector = [("alltoall_base_", partial * SIZE), ("allgather_", partial * SIZE // 2)]
+            assert {tuple(step) for step in steps} == {(), (*vector, ("alltoall_base_", 16), ("allgather_", 8))}
+
+
+def _runs(rows: list[int]) -> list[list[int]]:
+    """Any sequences, as any tick may hold."""
+    parts: list[list[int]] = [[]]
+    for length in rows:
+        parts += [[*part, length] for part in parts]
+    return parts
+
+
+@pytest.mark.parametrize(("count", "layers"), [(2, 24), (4, 24)])
+def test_a_shard_and_a_layer_are_all_that_a_rank_holds(count: int, layers: int, ranks: Ranks) -> None:
+    run = Run(plan=Plan(shards=count), config={**CONFIG, "num_hidden_layers": layers})
+    base = sum(
+        parameter.numel()
+        for parameter in group_work.super_model(Run(plan=Plan(), config=run.config)).model.parameters()
+    )
+    for peak, kept, layer in ranks.run(count, group_work.peak_bytes, run):
+        assert kept == pytest.approx(base * SIZE / count, rel=0.02)
+        assert peak == pytest.approx(kept + layer, rel=0.15)
+        assert peak == pytest.approx(kept + 2 * layer, rel=0.02)  # one in use, and what the next one comes in
+
+
+@pytest.mark.parametrize("plan", [Plan(replicas=2), Plan(shards=2), Plan(tensor=2)], ids=str)
+def test_a_full_disk_ends_a_job_on_all_its_ranks(plan: Plan, ranks: Ranks, tmp_path: Path) -> None:
+    """Its lead alone could not write; the neighbours' steps go on, and their vectors are those they have alone."""
+    lanes = tuple(range(plan.lanes))
+    mix = [
+        Visit("full", lanes, {**CHANGES, "steps": 9, "save_every": 1}, {"count": 12}),
+        Visit("beside", lanes, {**CHANGES, "steps": 6}, {"count": 9, "seed": 1}),
+    ]
+    failed = ranks.run(2, group_work.with_full_disk, Run(plan=plan), tmp_path, mix, "full", 2)
+    assert all("No space left on device" in reason for (reason,) in failed)
+    _equal(tmp_path, mix[1])
+
+
+@pytest.mark.parametrize("plan", [Plan(replicas=2), Plan(shards=2), Plan(tensor=2)], ids=str)
+def test_a_job_that_fails_on_one_rank_leaves_the_others_too(plan: Plan, ranks: Ranks, tmp_path: Path) -> None:
+    lanes = tuple(range(plan.lanes))
+    mix = [
+        Visit("bad", lanes, {**CHANGES, "steps": 9}, {"count": 12}),
+        Visit("beside", lanes, {**CHANGES, "steps": 6}, {"count": 9, "seed": 1}),
+    ]
+    failed = ranks.run(2, group_work.only_on_lead, Run(plan=plan), tmp_path, mix, "bad")
+    assert failed == [["of itself"], ["it failed on another rank of its group"]]
+    _equal(tmp_path, mix[1])
+
+
+@pytest.mark.parametrize("plan", [Plan(replicas=2), Plan(shards=2), Plan(tensor=2)], ids=str)
+def test_a_truncated_state_is_refused_by_all_its_ranks(plan: Plan, ranks: Ranks, tmp_path: Path) -> None:
+    """Fault 14: before it joins any reduction."""
+    lanes = tuple(range(plan.lanes))
+    mix = [Visit("cut", lanes, CHANGES, DATA), Visit("beside", lanes, CHANGES, {"count": 9, "seed": 1})]
+    (tmp_path / "cut" / STATE).parent.mkdir(parents=True)
+    (tmp_path / "cut" / STATE).write_bytes(b"\0" * 100)
+    said = ranks.run(2, group_work.resume_damaged, Run(plan=plan), tmp_path, mix)
+    assert [kind for kind, _ in said] == ["CheckpointError"] * 2
+    assert said[0] == said[1]
+    _equal(tmp_path, mix[1])
+
+
+def _equal(folder: Path, visit: Visit) -> None:
+    spec = toy.job(folder, visit.name, **visit.changes)
+    toy.alone(group_work.super_model(Run(plan=Plan())), spec, toy.data(**visit.data))
+    mine, solo = (group_work.ended(folder, name)[0] for name in (visit.name, f"{visit.name}-alone"))
+    assert toy.off(mine, solo) < 1e-8
+
+
+@pytest.mark.parametrize("how", ["dies", "sleeps"])
+@pytest.mark.parametrize("plan", [Plan(replicas=2), Plan(shards=2), Plan(tensor=2)], ids=str)
+def test_a_rank_that_is_gone_is_found_out_in_time(plan: Plan, how: str, tmp_path: Path) -> None:
+    """Within the timeout; then the job goes on from its save on the rank that is left, and ends as alone."""
+    pool = Ranks(2)
+    lanes = tuple(range(plan.lanes))
+    changes = {**CHANGES, "steps": 6, "save_every": 1, "batch_size": 2}
+    mix = [Visit("a", lanes, changes, {"count": 9, "held_out": 2})]
+    try:
+        run = Run(plan=plan, timeout_s=2.0)
+        ((kind, text, seconds),) = pool.run(2, group_work.hang, run, 1, how, tmp_path, mix, asked=1)
+        assert kind == "GroupError"
+        assert "go on from their last saves" in text
+        assert seconds < 2 * 2.0 + 1.0
+    finally:
+        pool.close()
+    pool = Ranks(1)
+    try:
+        here = [Visit("a", (0,), changes, {"count": 9, "held_out": 2})]
+        assert pool.run(1, group_work.go_on, Run(plan=Plan()), tmp_path, here, 99) == [[]]
+    finally:
+        pool.close()
+    _equal(tmp_path, mix[0])
+
+
+def test_orders_are_carried_out_at_a_tick_that_all_agree_on(ranks: Ranks) -> None:
+    assert ranks.run(2, group_work.orders, Run(plan=Plan(shards=2)), [7, 9]) == [[0, 7, 7, 7]] * 2
+
+
+def test_a_lone_process_has_no_ranks() -> None:
+    code = (
+        "import tlora.trainer, sys; print([name for name in sys.modules if name in ('tlora.parallel', 'tlora.stack')])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

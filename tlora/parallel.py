@@ -1,0 +1,177 @@
+"""One rank's place in a plan, its process groups, and all that ranks say to each other beside the base's own exchange.
+
+A *circle* is the ranks that agree on every tick: those that share a copy of the base, or a split job. Every collective
+ends within the timeout, or raises GroupError. Called by the group's trainer and by what holds a base together.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tlora.errors import GroupError
+from tlora.plan import Plan
+
+Group = dist.ProcessGroup | None
+"""None: this rank alone."""
+TIMEOUT_S = 600.0
+
+
+class Mesh:
+    """One rank's place in a plan. torch's default process group must stand, with `plan.ranks` ranks and a backend for
+    tensors in host memory."""
+
+    def __init__(self, plan: Plan, device: torch.device | str = "cpu", *, timeout_s: float = TIMEOUT_S):
+        if dist.get_world_size() != plan.ranks:
+            raise GroupError(f"plan {plan}: want {plan.ranks} ranks; got {dist.get_world_size()}.")
+        self.plan, self.rank, self.device, self.timeout_s = plan, dist.get_rank(), torch.device(device), timeout_s
+        self.lane, self.part = plan.lane_of(self.rank), self.rank % plan.tensor
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.lane_ranks = plan.ranks_of([self.lane])
+        self.tensor_group = self.group(self.lane_ranks)
+        replica = plan.replica_ranks(self.rank)
+        self.shard_group = self.group(replica[self.part :: plan.tensor])
+        self.circle: tuple[int, ...] = ()
+        self.join(replica)
+
+    @classmethod
+    def open(
+        cls, plan: Plan, rank: int, store: Any, device: torch.device | str, *, timeout_s: float = TIMEOUT_S
+    ) -> "Mesh":
+        """Make the default process group too, over a store of this group's own (a new prefix each time that its plan
+        changes): NCCL between GPUs, gloo between hosts."""
+        device = torch.device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=plan.ranks, timeout=timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            raise GroupError(f"rank {rank}: a group of {plan.ranks} did not come together: {error}.") from error
+        return cls(plan, device, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Leave all groups; the process, and what it has in memory, stays for the next plan."""
+        self._groups.clear()
+        dist.destroy_process_group()
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """The process group of these ranks; made at the first call, in which they all must take part."""
+        key = tuple(ranks)
+        if len(key) == 1:
+            return None
+        if key not in self._groups:
+            with self._watched("forming a group", key):
+                self._groups[key] = _new_group(key, timedelta(seconds=self.timeout_s))
+        return self._groups[key]
+
+    def join(self, ranks: Sequence[int]) -> None:
+        """Agree on ticks with these ranks from now on: whole replicas, each of which calls this between two ticks."""
+        circle = tuple(sorted(ranks))
+        if any(not set(self.plan.replica_ranks(rank)) <= set(circle) for rank in (self.rank, *circle)):
+            raise GroupError(f"circle {circle} of rank {self.rank}: want whole replicas, its own among them.")
+        self.circle = circle
+        self._circle_group = self.group(circle)
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers, by place in the circle; as many from each."""
+        if self._circle_group is None:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        parts = [torch.empty_like(mine) for _ in self.circle]
+        with self._watched("agreeing on a tick", self.circle):
+            dist.all_gather(parts, mine, group=self._circle_group)
+        return [part.tolist() for part in parts]
+
+    def sum_in_order(self, vector: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Replace a vector by its sum over these ranks, added up in their order: the same bits on each of them, each
+        time. Every rank sums one part; as many bytes move as in a ring."""
+        group = self.group(ranks)
+        if group is None:
+            return
+        count, size = len(ranks), vector.numel()
+        padded = vector.new_zeros(-(-size // count) * count)
+        padded[:size] = vector
+        parts = torch.empty_like(padded)
+        with self._watched("summing gradients", ranks):
+            dist.all_to_all_single(parts, padded, group=group)
+            total, *others = parts.view(count, -1).unbind()
+            for part in others:
+                total += part
+            dist.all_gather(list(padded.view(count, -1).unbind()), total, group=group)
+        vector.copy_(padded[:size])
+
+    def gather(self, vector: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
+        """Every rank's vector, of one length, on each of them, in host memory."""
+        group = self.group(ranks)
+        if group is None:
+            return [vector.cpu()]
+        parts = [torch.empty_like(vector) for _ in ranks]
+        with self._watched("gathering a job's state", ranks):
+            dist.all_gather(parts, vector, group=group)
+        return [part.cpu() for part in parts]
+
+    def broadcast(self, vector: torch.Tensor, source: int, ranks: Sequence[int]) -> None:
+        """Rank `source`'s vector, in place."""
+        group = self.group(ranks)
+        if group is not None:
+            with self._watched("handing over a job's state", ranks):
+                dist.broadcast(vector, source, group=group)
+
+    def tell(self, message: Any, source: int, ranks: Sequence[int]) -> Any:
+        """Rank `source`'s message, any object that pickles."""
+        group = self.group(ranks)
+        if group is None:
+            return message
+        box = [message]
+        with self._watched("agreeing on an outcome", ranks):
+            dist.broadcast_object_list(box, source, group=group, device=torch.device("cpu"))
+        return box[0]
+
+    @contextmanager
+    def surfacing(self) -> Iterator[None]:
+        """What fails within between ranks comes out as GroupError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, GroupError) or not _is_between_ranks(error):
+                raise
+            raise self._failed("the base's own exchange", self.circle, error) from error
+
+    @contextmanager
+    def _watched(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._failed(what, ranks, error) from error
+
+    def _failed(self, what: str, ranks: Sequence[int], error: Exception) -> GroupError:
+        why = str(error).strip().splitlines()[0]
+        return GroupError(
+            f"rank {self.rank}: {what} between ranks {tuple(ranks)} failed: {why}. A rank is gone, or did not answer "
+            f"within {self.timeout_s:g} s. Start the group anew; its jobs go on from their last saves."
+        )
+
+
+def _is_between_ranks(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in ("gloo", "nccl"))
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
+    """A group that its own ranks make alone, named after them. torch's `new_group` would name it after the number of
+    groups that this process has made, so that ranks of which one had made others would wait for each other in vain."""
+    c10d: Any = dist.distributed_c10d
+    world, name = c10d._world, "tlora-" + "-".join(map(str, ranks))
+    for group, its_name in world.pg_names.items():
+        if its_name == name:
+            return group
+    backend, store = world.pg_map[c10d._get_default_group()]
+    place = ranks.index(dist.get_rank())
+    made, _ = c10d._new_process_group_helper(len(ranks), place, list(ranks), backend, store, name, timeout=timeout)
+    world.pg_group_ranks[made] = {rank: at for at, rank in enumerate(ranks)}
+    return made
