@@ -1,162 +1,491 @@
-"""Who trains where: a pure function from what is known to what is to be done. No torch, no Ray, no clock.
+"""Who trains where, and how fast: a function of a state and a time. No torch, no Ray, no clock.
 
-Called by the scheduler actor. This is the simple policy: jobs in the order of their submission, each on the least
-loaded worker of its base that has room.
+Called by the scheduler actor and by the simulator, which differ in nothing but who carries the plan out. The rule is
+tLoRA's (arXiv 2602.07263): jobs of one base share; the most urgent is placed first; its partner is found by a binary cut
+in the order of residual capacity; it joins if the joint throughput beats that apart and everybody stays within its
+bound. What the paper leaves open is ours: urgency is shortness (in GPU-seconds, of jobs that share), aged so that nobody
+starves; idle GPUs first, else what nobody misses, else what stretched jobs give back, else a merge, else the place of a
+job that has far longer to go.
 """
 
-from collections.abc import Iterator
+import math
+from bisect import insort
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+from tlora.placement import Job, Model, Placements, Pool, Worker, deal, floor_of, part_of
+
+_TRIES = 6
+"""Candidates that are looked at before the next way is tried."""
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingJob:
-    """A job that has no place."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds in which a job, or a worker, makes no progress. Measured ones name their place in LOG.md."""
 
-    name: str
-    base: str
-    """Jobs of one base may share a super-model."""
-    submitted_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One GPU process of a group."""
-
-    name: str
-    jobs: frozenset[str]
-    is_leaving: bool = False
-    """Its node is drained: it gets no job, and gives up those it has."""
-    idle_since_s: float | None = None
-    """When its last job left; None while it has one."""
+    attach_s: float = 0.3
+    """Taking a job in on a warm worker: 0.26 s from submission to the first step on a toy base."""
+    move_s: float = 1.0
+    """Saving it first, then the same elsewhere. Modelled."""
+    split_s: float = 2.0
+    """Another number of workers: a process group is made anew in 1.0 to 1.4 s."""
+    load_s: float = 30.0
+    """A base of 8B parameters, and a worker's start. Modelled: 16 GB at about a GB a second, 11 s for the start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The workers on one base. Its size is what was asked for: some may not have come yet, and not be in `workers`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a plan keeps to; the parts that can be left out, to see what each gains."""
 
-    name: str
-    base: str
-    size: int
-    workers: tuple[Worker, ...]
-    idle_since_s: float | None
-    """When its last job left; None while it has one."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterState:
-    """All that a decision may depend on."""
-
-    waiting: tuple[WaitingJob, ...]
-    groups: tuple[Group, ...]
-    max_workers: int
-    """Of all groups together."""
-    jobs_per_worker: int
-    idle_s: float
-    """A group, or a worker that the rest could do without, goes after being idle for so long."""
+    shares: bool = True
+    """Jobs join others."""
+    urgency: Literal["shortest", "submitted"] = "shortest"
+    is_elastic: bool = True
+    """Jobs get more GPUs than they ask for when some idle, and fewer when others wait."""
+    preempts: bool = True
+    """Jobs make room for far shorter ones, and wait on."""
+    patience_s: float = 6 * 3600.0
+    patience_lone: float = 10.0
+    """A job has waited as long as it may after `patience_s` and so many times its predicted time alone."""
+    preempt_factor: float = 2.0
+    """How much longer a job must have to go than the one that takes its place."""
+    repay: float = 10.0
+    """A change must gain so many times what it costs."""
+    priority_factor: float = 4.0
+    """How much shorter one step of priority makes a job look."""
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """Most workers that a user's jobs may be on at once, by user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The difference to be made, each part with its reason."""
 
-    places: dict[str, str] = field(default_factory=dict)
-    """Worker by job."""
-    moves: frozenset[str] = frozenset()
-    """Jobs that must leave the worker they are on."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """New size by group."""
-    leaves: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Workers to let go, by group: none has a job."""
-    starts: dict[str, int] = field(default_factory=dict)
-    """Size of a new group by base."""
-    stops: frozenset[str] = frozenset()
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Workers by job. A job that is elsewhere goes there once its state is saved."""
+    moves: dict[str, None] = field(default_factory=dict)
+    """Jobs that are to leave their workers, saved, and wait."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Predicted steps a second of jobs for which they have changed."""
+    loads: dict[str, str] = field(default_factory=dict)
+    """Base to be loaded, by worker."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why, by job or group; for a job without a place, what it waits for."""
+    """Why, by job; for one without a place, what it waits for."""
+
+
+class ClusterState(Placements):
+    """All that a decision may depend on. `schedule` leaves it as it will be once the plan is carried out."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Model] = {},
+        *,
+        rules: Rules = Rules(),
+        costs: Costs = Costs(),
+        jobs_per_worker: int = 64,
+    ):
+        super().__init__(models, jobs_per_worker)
+        self.rules, self.costs = rules, costs
+        self.arrived: dict[str, None] = {}
+        """Jobs that no plan has seen yet."""
+        self.has_room = False
+        """Something has ended, or come, since the last plan."""
+        self.deadlines: list[tuple[float, str]] = []
+        self.overdue: dict[str, None] = {}
+        self.by_quota: dict[str, dict[str, None]] = {}
+        """Jobs that wait for their user's quota, by user."""
+
+    # --- events
+
+    def submit(self, job: Job) -> None:
+        """It waits from now on."""
+        model = self.pool(job.base).model
+        job.alone_s = model.best_alone_s(job.load, job.gpus)
+        job.fewest = next(
+            (
+                count
+                for count in range(1, job.load.batch + 1)
+                if model.alone_s(job.load, count) <= job.bound * job.alone_s * 0.999
+            ),
+            job.load.batch,
+        )
+        self.jobs[job.name] = job
+        self._wait(job)
+        patience_s = self.rules.patience_s + self.rules.patience_lone * job.remaining * job.alone_s
+        insort(self.deadlines, (job.submitted_s + patience_s, job.name))
+
+    def _wait(self, job: Job) -> None:
+        self.pool(job.base).waiting.put(job.name, self.key(job))
+        self.arrived[job.name] = None
+
+    def end(self, name: str, now_s: float) -> None:
+        """A job is gone, for whatever reason."""
+        job = self.jobs.pop(name)
+        self._forget(job)
+        if job.workers:
+            self.take(job, now_s)
+            self.has_room = True
+        self.changed.pop(name, None)
+
+    def lose(self, worker: str, now_s: float) -> list[Job]:
+        """A worker is gone; its jobs wait again. The caller sets what they have lost."""
+        lost = self.drop_worker(worker, now_s)
+        for job in lost:
+            self._forget(job)
+            self._wait(job)
+            if job.is_overdue:
+                self.overdue[job.name] = None
+        self.has_room = True
+        return lost
+
+    def come(self, worker: Worker) -> None:
+        """A worker is there."""
+        self.put_worker(worker)
+        self.has_room = True
+
+    def _forget(self, job: Job) -> None:
+        pool = self.pool(job.base)
+        for order in (pool.waiting, pool.running, pool.stretched):
+            order.drop(job.name)
+        self.arrived.pop(job.name, None)
+        self.overdue.pop(job.name, None)
+        self.by_quota.get(job.user, {}).pop(job.name, None)
+
+    def key(self, job: Job) -> float:
+        """Of urgency, the lower the more urgent: GPU-seconds that it will take where it shares."""
+        if self.rules.urgency == "submitted":
+            return job.submitted_s
+        pool = self.pool(job.base)
+        part = part_of(pool.model, job, 1)
+        return job.remaining * part * pool.full_s / pool.model.budget / self.rules.priority_factor**job.priority
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(pool.waiting) for pool in self.pools.values())
 
 
 def schedule(state: ClusterState, now_s: float) -> Plan:
     """The plan for this moment. The same state and time give the same plan."""
-    plan = Plan()
-    load = {worker.name: len(worker.jobs) for group in state.groups for worker in group.workers}
-    homes = {group.base: group for group in state.groups}
-    room = state.max_workers - sum(group.size for group in state.groups)
-    unplaced: dict[str, int] = {}
-    for job in sorted(state.waiting, key=lambda job: (job.submitted_s, job.name)):
-        home = homes.get(job.base)
-        open_to_it = [
-            worker.name
-            for worker in (home.workers if home else ())
-            if not worker.is_leaving and load[worker.name] < state.jobs_per_worker
-        ]
-        if open_to_it:
-            worker = min(open_to_it, key=lambda name: (load[name], name))
-            plan.places[job.name] = worker
-            plan.reasons[job.name] = f"least loaded of {len(open_to_it)} with room: {load[worker]} job(s)"
-            load[worker] += 1
+    return _Planner(state, now_s).plan()
+
+
+class _Planner:
+    """One plan in the making."""
+
+    def __init__(self, state: ClusterState, now_s: float):
+        self.state, self.now_s, self.rules, self.costs = state, now_s, state.rules, state.costs
+        self.made = Plan()
+
+    def plan(self) -> Plan:
+        state = self.state
+        self._age()
+        for name in list(state.overdue):
+            self._admit(state.jobs[name], can_preempt=True)
+        arrived = sorted(state.arrived, key=lambda name: (state.key(state.jobs[name]), name))
+        has_room = state.has_room
+        for name in arrived:
+            job = state.jobs.get(name)
+            if job is not None and not job.workers:
+                self._admit(job, can_preempt=True)
+        state.arrived.clear()
+        if has_room or state.has_room:
+            self._fill_up()
+            state.has_room = False
+        if self.rules.is_elastic and state.num_idle and not self._someone_waits():
+            self._spread()
+        for name in state.changed:
+            if name in state.jobs:
+                self.made.rates[name] = state.jobs[name].rate
+        state.changed.clear()
+        return self.made
+
+    def _age(self) -> None:
+        """Jobs that have waited as long as they may go before all others, in the order of their deadlines."""
+        state = self.state
+        while state.deadlines and state.deadlines[0][0] <= self.now_s:
+            _, name = state.deadlines.pop(0)
+            job = state.jobs.get(name)
+            if job is not None:
+                job.is_overdue = True
+                if not job.workers:
+                    state.overdue[name] = None
+
+    def _someone_waits(self) -> bool:
+        return any(pool.waiting.items for pool in self.state.pools.values())
+
+    def _fill_up(self) -> None:
+        """Let waiting jobs in where something has become free, the most urgent first."""
+        state = self.state
+        for user in list(state.by_quota):
+            for name in list(state.by_quota[user]):
+                self._admit(state.jobs[name], can_preempt=False)
+        for pool in state.pools.values():
+            failed: set[str] = set()
+            while len(failed) < _TRIES:
+                name = next((name for name in pool.waiting.lowest(_TRIES) if name not in failed), None)
+                if name is None:
+                    break
+                if not self._admit(state.jobs[name], can_preempt=False):
+                    failed.add(name)
+
+    # --- one job
+
+    def _admit(self, job: Job, *, can_preempt: bool) -> bool:
+        """Find it a place; whether there was one."""
+        state = self.state
+        quota = self.rules.quotas.get(job.user)
+        if quota is not None and state.used.get(job.user, 0) + job.fewest > quota:
+            state.pool(job.base).waiting.drop(job.name)
+            state.by_quota.setdefault(job.user, {})[job.name] = None
+            self.made.reasons[job.name] = f"waits for the quota of {job.user or 'its user'}: {quota} worker(s)"
+            return False
+        reason = self._find(job, can_preempt)
+        if not reason:
+            self.made.reasons[job.name] = "waits: every worker that could take it is full with jobs as urgent"
+            if quota is not None:
+                state.pool(job.base).waiting.put(job.name, state.key(job))
+        return bool(reason)
+
+    def _find(self, job: Job, can_preempt: bool) -> str:
+        pool = self.state.pool(job.base)
+        others_wait = len(pool.waiting) > 1
+        most = job.fewest if others_wait and self.rules.is_elastic else self._useful(job, pool.model)
+        joining = self._room(job, pool) if self.rules.shares else None
+        if self._take_idle(job, most, joining is not None):
+            return self.made.reasons[job.name]
+        if joining:
+            return self._put(job, joining, "joins workers with room for it: nobody is slowed beyond a fuller tick")
+        if self.rules.is_elastic and self._reclaim(job, pool):
+            return self.made.reasons[job.name]
+        if self.rules.shares and job.fewest == 1 and (merged := self._merge(job, pool)):
+            return merged
+        if self.rules.preempts and can_preempt and self._preempt(job, pool):
+            return self.made.reasons[job.name]
+        return ""
+
+    def _useful(self, job: Job, model: Model) -> int:
+        """GPUs that it goes fastest on, of those that it asks for."""
+        if not job.can_split:
+            return 1
+        counts = range(1, min(job.gpus, job.load.batch) + 1)
+        return max(job.fewest, min(counts, key=lambda count: (round(model.alone_s(job.load, count), 6), count)))
+
+    def _take_idle(self, job: Job, most: int, has_choice: bool) -> bool:
+        """Workers without jobs: its base's, else such as have to load it, if there is no better choice."""
+        state, count = self.state, most
+        while count >= job.fewest:
+            for base in (job.base, "", *sorted(base for base in state.idle if base not in (job.base, ""))):
+                if base != job.base and has_choice and not self._repays_load(job):
+                    continue
+                if workers := self._idle(base, count):
+                    for worker in workers:
+                        if base != job.base:
+                            state.load_base(worker, job.base, self.now_s + self.costs.load_s)
+                            self.made.loads[worker.name] = job.base
+                    self._put(job, workers, f"{count} idle worker(s)" + ("" if base == job.base else ", base loaded"))
+                    return True
+            count = count // 2 if count > job.fewest and count // 2 >= job.fewest else count - max(count - job.fewest, 1)
+        return False
+
+    def _repays_load(self, job: Job) -> bool:
+        return job.remaining * job.alone_s > self.rules.repay * self.costs.load_s
+
+    def _idle(self, base: str, count: int) -> list[Worker]:
+        """So many on one node, the one with the fewest that suffices; else on as few nodes as it takes."""
+        nodes = self.state.idle.get(base, {})
+        if sum(map(len, nodes.values())) < count:
+            return []
+        fitting = [(len(names), node) for node, names in nodes.items() if len(names) >= count]
+        chosen: list[str] = []
+        if fitting:
+            chosen = sorted(nodes[min(fitting)[1]])[:count]
         else:
-            unplaced[job.base] = unplaced.get(job.base, 0) + 1
-            coming = home.size - len(home.workers) if home else 0
-            plan.reasons[job.name] = _wait(home is not None, coming, room, state)
-    for base, count in unplaced.items():
-        room -= _ask_for_workers(plan, state, homes.get(base), base, count, room)
-    freed = frozenset(
-        job for group in state.groups for worker in group.workers if worker.is_leaving for job in worker.jobs
-    )
-    wanted = {job.base for job in state.waiting}
-    leaves = dict(_spare_workers(state, wanted, now_s))
-    emptied = {group.name for group in state.groups if group.workers and _remaining(group, leaves) == 0}
-    idle = frozenset({*_idle_groups(state, wanted, now_s), *emptied})
-    leaves = {name: workers for name, workers in leaves.items() if name not in idle}
-    smaller = {group.name: _remaining(group, leaves) for group in state.groups if group.name in leaves}
-    sizes = {**plan.sizes, **smaller}
-    return Plan(plan.places, freed, sizes, leaves, plan.starts, idle, plan.reasons)
+            for _, node in sorted(((-len(names), node) for node, names in nodes.items())):
+                chosen += sorted(nodes[node])[: count - len(chosen)]
+        return [self.state.workers[name] for name in chosen]
 
+    def _room(self, job: Job, pool: Pool) -> list[Worker] | None:
+        """Workers with tokens that nobody would miss: the least room that holds a whole step (binary cut), else the
+        most that keeps it within its bound. Of a base not measured: the most."""
+        part = part_of(pool.model, job, job.fewest)
+        floor = floor_of(pool.model, job, job.fewest, part, pool.full_s)
+        found: list[Worker] = []
+        wholly = () if part >= pool.model.budget else self._first(pool.room.from_key(part), _TRIES)
+        for name in dict.fromkeys((*wholly, *pool.room.highest(_TRIES + job.fewest))):
+            if pool.room.keys[name] < min(floor, part) or pool.room.keys[name] <= 0.0:
+                continue
+            worker = self.state.workers[name]
+            if self._fits(job, worker, pool, job.fewest):
+                found.append(worker)
+                if len(found) == job.fewest:
+                    return found
+        return None
 
-def _wait(has_group: bool, coming: int, room: int, state: ClusterState) -> str:
-    if coming:
-        return f"waits for {coming} worker(s) that are starting"
-    if room > 0:
-        return "waits for a worker, asked for now"
-    what = "every worker of its base is full" if has_group else "no worker has its base"
-    return f"{what}, and all {state.max_workers} workers of the cluster are taken"
+    @staticmethod
+    def _first(names: Iterator[str], count: int) -> list[str]:
+        return [name for name, _ in zip(names, range(count), strict=False)]
 
+    def _fits(self, job: Job, worker: Worker, pool: Pool, count: int) -> bool:
+        """Whether it can join with everybody within its bound, and all in memory."""
+        if len(worker.jobs) >= self.state.jobs_per_worker:
+            return False
+        jobs = [(other, len(other.workers)) for other in worker.jobs.values() if other is not job]
+        keys = {**{other.name: pool.running.keys[other.name] for other, _ in jobs}, job.name: self.state.key(job)}
+        ranks = job.load.rank + sum(other.load.rank for other, _ in jobs)
+        if pool.model.peak_bytes(pool.model.budget, ranks) > pool.model.memory_bytes:
+            return False
+        return deal(pool.model, [*jobs, (job, count)], keys)[4]
 
-def _ask_for_workers(plan: Plan, state: ClusterState, home: Group | None, base: str, count: int, room: int) -> int:
-    """Enough workers for so many jobs without a place, as far as there is room; returns how many were asked for."""
-    coming = home.size - len(home.workers) if home else 0
-    wanted = -(-count // state.jobs_per_worker) - coming
-    asked = max(0, min(wanted, room))
-    if not asked:
-        return 0
-    if home is None:
-        plan.starts[base] = asked
-    else:
-        plan.sizes[home.name] = home.size + asked
-        plan.reasons[home.name] = f"{count} job(s) without a place: {asked} more worker(s)"
-    return asked
+    def _reclaim(self, job: Job, pool: Pool) -> bool:
+        """Take back from a job on more workers than it needs: the half that it does not keep."""
+        for name in pool.stretched.highest(_TRIES):
+            other = self.state.jobs[name]
+            kept = max(other.fewest, len(other.workers) // 2)
+            freed = len(other.workers) - kept
+            if freed < job.fewest or other is job:
+                continue
+            keep = other.workers[:kept]
+            if not all(self._fits(other, worker, pool, kept) for worker in keep):
+                continue
+            self._resize(other, keep, f"gives {freed} worker(s) to {job.name}")
+            if self._take_idle(job, job.fewest, has_choice=False):
+                return True
+            if self.rules.shares and (joining := self._room(job, pool)):
+                self._put(job, joining, f"room that {name} gave back")
+                return True
+        return False
 
+    def _merge(self, job: Job, pool: Pool) -> str:
+        """The paper's merge: binary cut over workers by what they could give, then those to the right of it."""
+        part = part_of(pool.model, job, 1)
+        floor = floor_of(pool.model, job, 1, part, pool.full_s)
+        if floor > part:
+            return ""
+        names = self._first(pool.slack.from_key(floor), _TRIES)
+        for name in dict.fromkeys((*names, *pool.slack.highest(2))):
+            worker = self.state.workers[name]
+            if pool.slack.keys[name] < floor or not self._fits(job, worker, pool, 1):
+                continue
+            apart, joint = self._progress(worker, pool, None), self._progress(worker, pool, job)
+            if joint > apart * 1.01:
+                text = f"merged with {len(worker.jobs)} job(s): joint throughput {joint:.2f} beats {apart:.2f}"
+                return self._put(job, [worker], text)
+        return ""
 
-def _idle_groups(state: ClusterState, wanted: set[str], now_s: float) -> Iterator[str]:
-    for group in state.groups:
-        if group.base not in wanted and group.idle_since_s is not None and now_s - group.idle_since_s >= state.idle_s:
-            yield group.name
+    def _progress(self, worker: Worker, pool: Pool, joining: Job | None) -> float:
+        """Sum over its jobs of the speed here over the speed alone."""
+        jobs = [(job, len(job.workers)) for job in worker.jobs.values()] + ([(joining, 1)] if joining else [])
+        keys = {job.name: pool.running.keys.get(job.name, self.state.key(job)) for job, _ in jobs}
+        tokens, _, _, tick_s, _ = deal(pool.model, jobs, keys)
+        return sum(
+            job.alone_s * tokens[job.name] / (part_of(pool.model, job, count) * tick_s) / count for job, count in jobs
+        )
 
+    def _preempt(self, job: Job, pool: Pool) -> bool:
+        """Take the place of a job that has far longer to go."""
+        mine = self.state.key(job)
+        for name in pool.running.highest(_TRIES):
+            other = self.state.jobs[name]
+            if other.is_overdue or not other.can_move or len(other.workers) < job.fewest:
+                continue
+            other.done_by(self.now_s)
+            theirs = self.state.key(other)
+            pays = theirs - mine > self.rules.repay * (self.costs.move_s + self.costs.attach_s)
+            if not job.is_overdue and not (theirs > self.rules.preempt_factor * mine and pays):
+                continue
+            freed = other.workers
+            self.made.moves[name] = None
+            self.made.places.pop(name, None)
+            pool.running.drop(name)
+            pool.stretched.drop(name)
+            self.state.take(other, self.now_s)
+            pool.waiting.put(name, theirs)
+            self.state.has_room = True
+            self.made.reasons[name] = f"makes room for {job.name}, which has less to go; waits, saved"
+            if self._take_idle(job, job.fewest, has_choice=False):
+                return True
+            chosen = [worker for worker in freed if self._fits(job, worker, pool, job.fewest)][: job.fewest]
+            if len(chosen) == job.fewest:
+                self._put(job, chosen, f"takes the place of {name}, which has longer to go")
+                return True
+        return False
 
-def _spare_workers(state: ClusterState, wanted: set[str], now_s: float) -> Iterator[tuple[str, frozenset[str]]]:
-    """Workers without jobs that are leaving, or have been idle for long while others of their group are not."""
-    for group in state.groups:
-        gone = {worker.name for worker in group.workers if worker.is_leaving and not worker.jobs}
-        if group.base not in wanted and group.idle_since_s is None:
-            gone |= {
-                worker.name
-                for worker in group.workers
-                if worker.idle_since_s is not None and now_s - worker.idle_since_s >= state.idle_s
-            }
-        if gone:
-            yield group.name, frozenset(gone)
+    def _put(self, job: Job, workers: list[Worker], reason: str) -> str:
+        state, pool = self.state, self.state.pool(job.base)
+        pool.waiting.drop(job.name)
+        state.by_quota.get(job.user, {}).pop(job.name, None)
+        state.overdue.pop(job.name, None)
+        pool.running.put(job.name, state.key(job))
+        begin_s = max(self.now_s, *(worker.ready_s for worker in workers)) + self.costs.attach_s
+        state.place(job, workers, begin_s, self.now_s)
+        self._note(job, reason)
+        return reason
 
+    def _resize(self, job: Job, workers: tuple[Worker, ...], reason: str) -> None:
+        """Other workers for one that has some."""
+        state = self.state
+        job.done_by(self.now_s)
+        state.pool(job.base).running.put(job.name, state.key(job))
+        is_split = max(len(workers), len(job.workers)) > 1
+        begin_s = max(job.since_s, self.now_s, *(worker.ready_s for worker in workers))
+        state.place(job, workers, begin_s + (self.costs.split_s if is_split else self.costs.move_s), self.now_s)
+        state.has_room = True
+        self._note(job, reason)
 
-def _remaining(group: Group, leaves: dict[str, frozenset[str]]) -> int:
-    """A group's size once these have left: those that stay, and those that are still to come."""
-    gone = len(leaves.get(group.name, ()))
-    return max(group.size, len(group.workers)) - gone
+    def _note(self, job: Job, reason: str) -> None:
+        pool = self.state.pool(job.base)
+        spare = len(job.workers) - job.fewest
+        if spare > 0:
+            pool.stretched.put(job.name, float(spare))
+        else:
+            pool.stretched.drop(job.name)
+        self.made.places[job.name] = tuple(worker.name for worker in job.workers)
+        self.made.moves.pop(job.name, None)
+        self.made.reasons[job.name] = reason
+
+    # --- when nobody waits
+
+    def _spread(self) -> None:
+        """Use idle workers: jobs of crowded workers move there, large ones are split over more."""
+        state = self.state
+        for pool in state.pools.values():
+            refused: set[str] = set()
+            while state.num_idle and len(refused) < _TRIES:
+                name = next((name for name in pool.pressure.highest(_TRIES) if name not in refused), None)
+                if name is None:
+                    break
+                if not self._relieve(state.workers[name], pool):
+                    refused.add(name)
+
+    def _relieve(self, worker: Worker, pool: Pool) -> bool:
+        """Give the jobs of a worker more room, if that repays itself."""
+        state, model = self.state, pool.model
+        movable = [job for job in worker.jobs.values() if job.can_move]
+        for job in sorted(movable, key=lambda job: (-part_of(model, job, len(job.workers)), job.name))[:2]:
+            count = len(job.workers)
+            if len(worker.jobs) > 1 and count == 1:
+                more, cost_s = 1, self.costs.move_s
+            elif job.can_split and 2 * count <= job.load.batch:
+                more, cost_s = count, self.costs.split_s
+            else:
+                continue
+            new_count = count + more if more == count and len(worker.jobs) == 1 else 1
+            base = next((base for base in (job.base, "", *sorted(state.idle)) if self._idle(base, more)), None)
+            if base is None:
+                continue
+            cost_s += self.costs.load_s if base != job.base else 0.0
+            job.done_by(self.now_s)
+            before_s = 1.0 / job.rate if job.rate else math.inf
+            after_s = model.alone_s(job.load, max(new_count, 1))
+            if job.remaining * (before_s - after_s) < self.rules.repay * cost_s or after_s > 0.9 * before_s:
+                continue
+            new = self._idle(base, more)
+            for other in new:
+                if base != job.base:
+                    state.load_base(other, job.base, self.now_s + self.costs.load_s)
+                    self.made.loads[other.name] = job.base
+            keep = () if new_count == 1 else job.workers
+            self._resize(job, (*keep, *new), f"{len(new)} idle worker(s): {before_s / after_s:.2f} × as fast")
+            return True
+        return False
