@@ -173,15 +173,18 @@ class _Group:
 
 
 class FifoGrouping:
-    """mLoRA's way: in the order of submission, onto free GPUs, else into the least full group of its base that has the
-    memory; the first that fits nowhere holds up the rest. Groups keep their GPUs until their last job has ended."""
+    """mLoRA's way: in the order of submission, into the first group of its base that has the memory, else onto free
+    GPUs; the first that fits nowhere holds up the rest. Groups keep their GPUs until their last job has ended.
+
+    With `spreads`, free GPUs come first, then the least full group: kinder to completion times than mLoRA is."""
 
     def __init__(
         self, capacity: Capacity, jobs: Sequence[TraceJob], gpus: int, *, measure: str, is_backlog: bool, bound: float,
-        costs: Costs = Costs(),
+        costs: Costs = Costs(), spreads: bool = False,
     ):  # fmt: skip
         self.capacity, self.measure, self.costs, self.bound = capacity, measure, costs, bound
-        self.replay, self.free = Replay("fifo-grouping", gpus), gpus
+        self.replay, self.free = Replay("fifo-spread" if spreads else "fifo-grouping", gpus), gpus
+        self._spreads = spreads
         self._is_backlog = is_backlog
         self._queue: deque[TraceJob] = deque()
         self._groups: dict[int, _Group] = {}
@@ -210,22 +213,32 @@ class FifoGrouping:
         return self.replay
 
     def _place(self, job: TraceJob, now_s: float) -> bool:
-        model = self.capacity.models[job.base]
-        if job.gpus <= self.free:
-            self._num_groups += 1
-            group = self._groups[self._num_groups] = _Group(job.gpus, job.base, model, now_s=now_s)
-            self.free -= job.gpus
-            self._join(self._num_groups, group, job, now_s, now_s + self.costs.load_s)
-            return True
-        open_ones = [
-            (group.rows(job)[0], key)
+        if self._spreads:
+            return self._open(job, now_s) or self._enter(job, now_s)
+        return self._enter(job, now_s) or self._open(job, now_s)
+
+    def _open(self, job: TraceJob, now_s: float) -> bool:
+        """A group of its own."""
+        if job.gpus > self.free:
+            return False
+        self._num_groups += 1
+        group = _Group(job.gpus, job.base, self.capacity.models[job.base], now_s=now_s)
+        self._groups[self._num_groups] = group
+        self.free -= job.gpus
+        self._join(self._num_groups, group, job, now_s, now_s + self.costs.load_s)
+        return True
+
+    def _enter(self, job: TraceJob, now_s: float) -> bool:
+        """The first group that can take it, or the least full."""
+        fitting = (
+            (group.rows(job)[0] if self._spreads else 0.0, key)
             for key, group in self._groups.items()
             if group.base == job.base and group.gpus >= job.gpus and group.has_memory(job)
-        ]
-        if not open_ones:
+        )
+        found = min(fitting, default=None) if self._spreads else next(fitting, None)
+        if found is None:
             return False
-        key = min(open_ones)[1]
-        self._join(key, self._groups[key], job, now_s, now_s + self.costs.attach_s)
+        self._join(found[1], self._groups[found[1]], job, now_s, now_s + self.costs.attach_s)
         return True
 
     def _join(self, key: int, group: _Group, job: TraceJob, now_s: float, begins_s: float) -> None:

@@ -50,6 +50,10 @@ class Unmeasured:
         return 0.0
 
 
+Claim = tuple[float, str, float, float, int]
+"""What a job asks of one worker's ticks: urgency (the lower the more urgent), name, tokens of a step, the longest that
+its step may take there, rank."""
+_ROUNDING = 1.0 + 1e-9
 UNIT = Load(rank=1, batch=1, length=1)
 """Of a job about which nothing is known."""
 
@@ -79,6 +83,8 @@ class Job:
     fewest: int = 1
     """GPUs with which it can stay within its bound."""
     workers: tuple["Worker", ...] = ()
+    claim: "Claim" = (0.0, "", 0.0, 0.0, 0)
+    """On each of its workers."""
     rate: float = 0.0
     """Steps a second."""
     since_s: float = 0.0
@@ -108,6 +114,8 @@ class Worker:
     jobs: dict[str, Job] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
     """Of each tick, by job."""
+    speed: float = 0.0
+    """Sum over its jobs of the speed here over the speed alone."""
     wanted: float = 0.0
     """Tokens that would be a step of every job here."""
     floor: float = 0.0
@@ -264,11 +272,22 @@ class Placements:
             worker.jobs[job.name] = job
         self.used[job.user] = self.used.get(job.user, 0) + len(job.workers) - len(before)
         job.since_s = max(now_s, begin_s)
+        if job.workers:
+            job.claim = self.claim_of(job, len(job.workers))
         self.changed[job.name] = None
         for worker in touched:
             self._share_out(worker, now_s)
         if not job.workers:
             job.rate = 0.0
+
+    def claim_of(self, job: Job, count: int) -> Claim:
+        """Of a job on so many workers."""
+        pool = self.pool(job.base)
+        allowed_s = job.bound * job.alone_s
+        if count > 1:
+            allowed_s -= pool.model.reduce_s(job.load.rank, count, 2)
+        key = pool.running.keys.get(job.name, math.inf)
+        return key, job.name, part_of(pool.model, job, count), allowed_s, job.load.rank
 
     def take(self, job: Job, now_s: float) -> None:
         """Off its workers."""
@@ -288,12 +307,12 @@ class Placements:
 
     def fill(self, worker: Worker) -> None:
         """Deal a worker's tick to its jobs."""
-        if worker.jobs:
-            pool = self.pool(worker.base)
-            dealt = deal(pool.model, [(job, len(job.workers)) for job in worker.jobs.values()], pool.running.keys)
-            worker.tokens, worker.wanted, worker.floor, worker.tick_s, _ = dealt
-        else:
-            worker.tokens, worker.wanted, worker.floor, worker.tick_s = {}, 0.0, 0.0, 0.0
+        if not worker.jobs:
+            worker.tokens, worker.wanted, worker.floor, worker.tick_s, worker.speed = {}, 0.0, 0.0, 0.0, 0.0
+            return
+        dealt = deal(self.pool(worker.base).model, [job.claim for job in worker.jobs.values()])
+        worker.tokens, worker.wanted, worker.floor, worker.tick_s, _ = dealt
+        worker.speed = sum(job.alone_s * speed_of(dealt, job.claim) / len(job.workers) for job in worker.jobs.values())
 
     def rate_of(self, job: Job) -> float:
         """Steps a second: the slowest of its workers, and the sum of its gradient. More than one worker: modelled."""
@@ -302,8 +321,8 @@ class Placements:
             return 0.0
         if len(job.workers) == 1:
             worker = job.workers[0]
-            return worker.tokens[job.name] / (part_of(model, job, 1) * worker.tick_s)
-        part = part_of(model, job, len(job.workers))
+            return worker.tokens[job.name] / (job.claim[2] * worker.tick_s)
+        part = job.claim[2]
         slowest = max(part * worker.tick_s / worker.tokens.get(job.name, 1e-9) for worker in job.workers)
         nodes = len({worker.node for worker in job.workers})
         return 1.0 / (slowest + model.reduce_s(job.load.rank, len(job.workers), nodes))
@@ -314,41 +333,42 @@ def part_of(model: Model, job: Job, workers: int) -> float:
     return 1.0 if isinstance(model, Unmeasured) else float(job.load.part(workers))
 
 
-def floor_of(model: Model, job: Job, workers: int, part: float, tick_s: float) -> float:
-    """Tokens of each tick that it needs to stay within its bound; more than its part: it cannot."""
-    allowed_s = job.bound * job.alone_s
-    if workers > 1:
-        allowed_s -= model.reduce_s(job.load.rank, workers, 2)
-    return part * tick_s / allowed_s if allowed_s > 0.0 else math.inf
+Dealt = tuple[dict[str, float], float, float, float, bool]
+"""Tokens of each job, those that would be a step of all, those that bounds need of a full tick, the tick's time, and
+whether everybody is within its bound."""
 
 
-def deal(
-    model: Model, jobs: Sequence[tuple[Job, int]], keys: Mapping[str, float]
-) -> tuple[dict[str, float], float, float, float, bool]:
-    """A worker's tick among jobs (each with the number of workers that it is on): everybody what its bound needs, the
-    rest to the most urgent by `keys`, none more than a step.
+def speed_of(dealt: Dealt, claim: Claim) -> float:
+    """Steps a second."""
+    return dealt[0][claim[1]] / (claim[2] * dealt[3])
 
-    Returns tokens of each, those that would be a step of all, those that bounds need of a full tick, the tick's time,
-    and whether everybody is within its bound.
-    """
-    parts = {job.name: part_of(model, job, workers) for job, workers in jobs}
-    wanted, budget = sum(parts.values()), model.budget
-    ranks = sum(job.load.rank for job, _ in jobs)
-    tick_s = model.tick_s(min(wanted, budget), len(jobs), ranks)
-    full_s = tick_s if wanted >= budget else model.tick_s(budget, len(jobs), ranks)
-    floors = {job.name: floor_of(model, job, workers, parts[job.name], full_s) for job, workers in jobs}
-    floor = sum(floors.values())
+
+def deal(model: Model, claims: Sequence[Claim]) -> Dealt:
+    """A worker's tick among jobs: everybody what its bound needs, the rest to the most urgent, none more than a step."""
+    wanted, ranks = 0.0, 0
+    for claim in claims:
+        wanted += claim[2]
+        ranks += claim[4]
+    budget = model.budget
     if wanted <= budget:
-        within = full_s == tick_s or all(
-            floors[name] * tick_s <= parts[name] * full_s * (1.0 + 1e-9) for name in parts
-        )
-        return parts, wanted, floor, tick_s, within
-    within = floor <= budget * (1.0 + 1e-9) and all(floors[name] <= parts[name] * (1.0 + 1e-9) for name in parts)
-    if len(jobs) == 1:
-        return {name: float(budget) for name in parts}, wanted, floor, tick_s, within
+        tick_s = model.tick_s(wanted, len(claims), ranks)
+        full_s = model.tick_s(budget, len(claims), ranks)
+        floor, within = 0.0, True
+        for _, _, part, allowed_s, _ in claims:
+            floor += part * full_s / allowed_s if allowed_s > 0.0 else budget
+            within = within and tick_s <= allowed_s * _ROUNDING
+        return {claim[1]: claim[2] for claim in claims}, wanted, floor, tick_s, within
+    tick_s = model.tick_s(budget, len(claims), ranks)
+    floors = [part * tick_s / allowed_s if allowed_s > 0.0 else budget for _, _, part, allowed_s, _ in claims]
+    floor = sum(floors)
+    within = floor <= budget * _ROUNDING and all(
+        need <= claim[2] * _ROUNDING for need, claim in zip(floors, claims, strict=True)
+    )
     left, tokens = budget - floor, {}
-    for name in sorted(parts, key=lambda name: (keys.get(name, math.inf), name)):
-        more = max(min(parts[name] - floors[name], left), 0.0)
-        tokens[name] = floors[name] + more
+    for (_, name, part, _, _), need in sorted(zip(claims, floors, strict=True)):
+        more = max(min(part - need, left), 0.0)
+        tokens[name] = need + more
         left -= more
+    if len(claims) == 1:
+        tokens[name] = float(budget)
     return tokens, wanted, floor, tick_s, within

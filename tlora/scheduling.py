@@ -14,10 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tlora.placement import Job, Model, Placements, Pool, Worker, deal, floor_of, part_of
+from tlora.placement import Job, Model, Placements, Pool, Unmeasured, Worker, deal, part_of, speed_of
 
-_TRIES = 6
+_TRIES = 4
 """Candidates that are looked at before the next way is tried."""
+_WORTH = 1.01
+"""Joint over apart, from where on a merge counts as a gain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Rules:
     """Jobs get more GPUs than they ask for when some idle, and fewer when others wait."""
     preempts: bool = True
     """Jobs make room for far shorter ones, and wait on."""
-    patience_s: float = 6 * 3600.0
+    patience_s: float = 24 * 3600.0
     patience_lone: float = 10.0
     """A job has waited as long as it may after `patience_s` and so many times its predicted time alone."""
     preempt_factor: float = 2.0
@@ -180,17 +182,16 @@ class _Planner:
     def plan(self) -> Plan:
         state = self.state
         self._age()
-        for name in list(state.overdue):
-            self._admit(state.jobs[name], can_preempt=True)
+        blocked = self._admit_overdue()
         arrived = sorted(state.arrived, key=lambda name: (state.key(state.jobs[name]), name))
         has_room = state.has_room
         for name in arrived:
             job = state.jobs.get(name)
-            if job is not None and not job.workers:
+            if job is not None and not job.workers and job.base not in blocked:
                 self._admit(job, can_preempt=True)
         state.arrived.clear()
         if has_room or state.has_room:
-            self._fill_up()
+            self._fill_up(blocked)
             state.has_room = False
         if self.rules.is_elastic and state.num_idle and not self._someone_waits():
             self._spread()
@@ -214,15 +215,27 @@ class _Planner:
     def _someone_waits(self) -> bool:
         return any(pool.waiting.items for pool in self.state.pools.values())
 
-    def _fill_up(self) -> None:
+    def _admit_overdue(self) -> set[str]:
+        """Jobs that have waited as long as they may, in order. Returns the bases where one still waits: there nobody
+        else is let in, so that what becomes free is its."""
+        blocked: set[str] = set()
+        for name in list(self.state.overdue):
+            job = self.state.jobs[name]
+            if job.base not in blocked and not self._admit(job, can_preempt=True):
+                blocked.add(job.base)
+            if len(blocked) == len(self.state.pools):
+                break
+        return blocked
+
+    def _fill_up(self, blocked: set[str]) -> None:
         """Let waiting jobs in where something has become free, the most urgent first."""
         state = self.state
         for user in list(state.by_quota):
             for name in list(state.by_quota[user]):
                 self._admit(state.jobs[name], can_preempt=False)
-        for pool in state.pools.values():
+        for base, pool in state.pools.items():
             failed: set[str] = set()
-            while len(failed) < _TRIES:
+            while base not in blocked and len(failed) < _TRIES:
                 name = next((name for name in pool.waiting.lowest(_TRIES) if name not in failed), None)
                 if name is None:
                     break
@@ -308,12 +321,12 @@ class _Planner:
     def _room(self, job: Job, pool: Pool) -> list[Worker] | None:
         """Workers with tokens that nobody would miss: the least room that holds a whole step (binary cut), else the
         most that keeps it within its bound. Of a base not measured: the most."""
-        part = part_of(pool.model, job, job.fewest)
-        floor = floor_of(pool.model, job, job.fewest, part, pool.full_s)
+        _, _, part, allowed_s, _ = self.state.claim_of(job, job.fewest)
+        least = min(part * pool.full_s / allowed_s, part) if allowed_s > 0.0 else part
         found: list[Worker] = []
         wholly = () if part >= pool.model.budget else self._first(pool.room.from_key(part), _TRIES)
         for name in dict.fromkeys((*wholly, *pool.room.highest(_TRIES + job.fewest))):
-            if pool.room.keys[name] < min(floor, part) or pool.room.keys[name] <= 0.0:
+            if pool.room.keys[name] < least or pool.room.keys[name] <= 0.0:
                 continue
             worker = self.state.workers[name]
             if self._fits(job, worker, pool, job.fewest):
@@ -326,16 +339,20 @@ class _Planner:
     def _first(names: Iterator[str], count: int) -> list[str]:
         return [name for name, _ in zip(names, range(count), strict=False)]
 
-    def _fits(self, job: Job, worker: Worker, pool: Pool, count: int) -> bool:
-        """Whether it can join with everybody within its bound, and all in memory."""
-        if len(worker.jobs) >= self.state.jobs_per_worker:
-            return False
-        jobs = [(other, len(other.workers)) for other in worker.jobs.values() if other is not job]
-        keys = {**{other.name: pool.running.keys[other.name] for other, _ in jobs}, job.name: self.state.key(job)}
-        ranks = job.load.rank + sum(other.load.rank for other, _ in jobs)
+    def _fits(self, job: Job, worker: Worker, pool: Pool, count: int) -> float:
+        """The joint speed if it joins, with everybody within its bound and all in memory; 0: it cannot."""
+        others = [other for other in worker.jobs.values() if other is not job]
+        ranks = job.load.rank + sum(other.load.rank for other in others)
+        if len(others) >= self.state.jobs_per_worker:
+            return 0.0
         if pool.model.peak_bytes(pool.model.budget, ranks) > pool.model.memory_bytes:
-            return False
-        return deal(pool.model, [*jobs, (job, count)], keys)[4]
+            return 0.0
+        claim = (self.state.key(job), *self.state.claim_of(job, count)[1:])
+        dealt = deal(pool.model, [*(other.claim for other in others), claim])
+        if not dealt[4]:
+            return 0.0
+        joint = sum(other.alone_s * speed_of(dealt, other.claim) / len(other.workers) for other in others)
+        return joint + job.alone_s * speed_of(dealt, claim) / count
 
     def _reclaim(self, job: Job, pool: Pool) -> bool:
         """Take back from a job on more workers than it needs: the half that it does not keep."""
@@ -358,29 +375,19 @@ class _Planner:
 
     def _merge(self, job: Job, pool: Pool) -> str:
         """The paper's merge: binary cut over workers by what they could give, then those to the right of it."""
-        part = part_of(pool.model, job, 1)
-        floor = floor_of(pool.model, job, 1, part, pool.full_s)
-        if floor > part:
-            return ""
-        names = self._first(pool.slack.from_key(floor), _TRIES)
+        _, _, part, allowed_s, _ = self.state.claim_of(job, 1)
+        least = part * pool.full_s / allowed_s
+        gain = job.alone_s * pool.model.budget / (part * pool.full_s)
+        if least > part or (gain < _WORTH and not isinstance(pool.model, Unmeasured)):
+            return ""  # a token of it is as dear among others
+        names = self._first(pool.slack.from_key(least), _TRIES)
         for name in dict.fromkeys((*names, *pool.slack.highest(2))):
             worker = self.state.workers[name]
-            if pool.slack.keys[name] < floor or not self._fits(job, worker, pool, 1):
-                continue
-            apart, joint = self._progress(worker, pool, None), self._progress(worker, pool, job)
-            if joint > apart * 1.01:
-                text = f"merged with {len(worker.jobs)} job(s): joint throughput {joint:.2f} beats {apart:.2f}"
+            joint = self._fits(job, worker, pool, 1) if pool.slack.keys[name] >= least else 0.0
+            if joint > worker.speed * _WORTH:
+                text = f"merged with {len(worker.jobs)} job(s): joint throughput {joint:.2f} beats {worker.speed:.2f}"
                 return self._put(job, [worker], text)
         return ""
-
-    def _progress(self, worker: Worker, pool: Pool, joining: Job | None) -> float:
-        """Sum over its jobs of the speed here over the speed alone."""
-        jobs = [(job, len(job.workers)) for job in worker.jobs.values()] + ([(joining, 1)] if joining else [])
-        keys = {job.name: pool.running.keys.get(job.name, self.state.key(job)) for job, _ in jobs}
-        tokens, _, _, tick_s, _ = deal(pool.model, jobs, keys)
-        return sum(
-            job.alone_s * tokens[job.name] / (part_of(pool.model, job, count) * tick_s) / count for job, count in jobs
-        )
 
     def _preempt(self, job: Job, pool: Pool) -> bool:
         """Take the place of a job that has far longer to go."""
