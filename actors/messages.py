@@ -47,6 +47,13 @@ class Report:
     ticks: int = 0
     tick_s: float = 0.0
     """Of the last tick."""
+    tick_tokens: int = 0
+    """Of the last training tick; 0: the last one was of another kind."""
+    tick_jobs: int = 0
+    tick_ranks: int = 0
+    """Sum over those jobs."""
+    peak_bytes: int = 0
+    """Of the GPU's memory since the base was loaded."""
 
 
 @dataclass(frozen=True, slots=True)

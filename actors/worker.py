@@ -23,10 +23,10 @@ from tlora.data import JobData, load_tokenizer
 from tlora.errors import JobError, StateError, TloraError
 from tlora.job import JobRecord, State
 from tlora.local import read_data
-from tlora.resident import ResidentJob, longest_rows
+from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
-from tlora.trainer import Trainer, TrainerOptions
+from tlora.trainer import Tick, Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
 _EXCHANGE_S = 0.2
@@ -90,7 +90,8 @@ class Worker:
         self._ended: dict[str, JobReport] = {}
         self._saved_s: dict[str, float] = {}
         self._loads = self._ticks = 0
-        self._tick_s, self._stepped_s = 0.0, time.monotonic()
+        self._last: Tick | None = None
+        self._stepped_s = time.monotonic()
         self._readers = ThreadPoolExecutor(1, "tlora-data")
         self._has_ended = threading.Event()
 
@@ -209,7 +210,7 @@ class Worker:
             self._shrink(trainer, error)
             return
         self._ticks += 1
-        self._tick_s = tick.seconds
+        self._last = tick
         self._note(tick.ended)
         now_s = time.monotonic()
         for name, job in list(trainer.jobs.items()):
@@ -259,7 +260,7 @@ class Worker:
                 applied=applied,
                 jobs=jobs,
                 ticks=self._ticks,
-                tick_s=self._tick_s,
+                **_describe_tick(self._last),
             )
         )
 
@@ -280,6 +281,19 @@ def _describe(job: ResidentJob, attempt: int) -> JobReport:
         _finite(job.loss),
         _finite(job.eval_loss),
     )
+
+
+def _describe_tick(tick: Tick | None) -> dict[str, Any]:
+    if tick is None:
+        return {}
+    trained = tick.phase is Phase.TRAINING
+    return {
+        "tick_s": tick.seconds,
+        "tick_tokens": tick.num_tokens if trained else 0,
+        "tick_jobs": len(tick.ranks),
+        "tick_ranks": sum(tick.ranks),
+        "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
+    }
 
 
 def _finite(value: float) -> float | None:

@@ -186,9 +186,9 @@ def completion_rows(bench: Bench, cell: Cell, played: dict[str, list[Summary]]) 
         theirs = [one.completion_s for one in summaries]
         each = [their / our for their, our in zip(theirs, ours, strict=True)]
         bound = statistics.mean(theirs) / statistics.mean(shortest)
+        shape = f"{cell.gpus} GPUs; seeds {seeds_text(each)}; bound {bound:.2f}"
         yield bench.row(
-            f"{cell.name}/{way}", f"{cell.gpus} GPUs; seeds {seeds_text(each)}; bound {bound:.2f}", statistics.mean(ours),
-            f"{way}, mean completion", statistics.mean(theirs), GOALS.get((cell.trace, cell.load, way)), "s",
+            f"{cell.name}/{way}", shape, statistics.mean(ours), f"{way}, mean completion", statistics.mean(theirs), GOALS.get((cell.trace, cell.load, way)), "s",
         )  # fmt: skip
 
 
@@ -239,7 +239,9 @@ def plan_times(bench: Bench, num_jobs: int, events: int) -> list[float]:
         state.come(Worker(f"w{at:05d}", f"n{at // 8:04d}"))
 
     def arrive(at: int, now_s: float) -> None:
-        load = Load(int(random.choice(traces.RANKS)), int(random.choice(traces.BATCHES)), int(random.choice(traces.LENGTHS)))
+        load = Load(
+            int(random.choice(traces.RANKS)), int(random.choice(traces.BATCHES)), int(random.choice(traces.LENGTHS))
+        )
         remaining = float(random.lognormal(8.0, 2.0))
         state.submit(Job(f"j{at}", bench.bases[at % len(bench.bases)], now_s, load, remaining=remaining))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tlora.capacity import BaseModel, Capacity
-from tlora.scheduling import Costs
+from tlora.scheduling import COSTS, Costs
 from tlora.simulate import Outcome, Replay
 from tlora.traces import TraceJob, lone_step_s
 
@@ -113,9 +113,16 @@ def alone(
         lone_s = lone_step_s(capacity, job, measure)
         replay.outcomes.append(
             Outcome(
-                job.name, 0.0 if is_backlog else job.submitted_s, start_s, start_s + job.duration_s, job.duration_s,
-                job.duration_s * job.gpus, job.duration_s, job.duration_s / lone_s * job.load.tokens, bound,
-            )  # fmt: skip
+                job.name,
+                0.0 if is_backlog else job.submitted_s,
+                start_s,
+                start_s + job.duration_s,
+                job.duration_s,
+                job.duration_s * job.gpus,
+                job.duration_s,
+                job.duration_s / lone_s * job.load.tokens,
+                bound,
+            )
         )
     return replay
 
@@ -149,7 +156,10 @@ class _Group:
     def rows(self, joining: TraceJob | None = None) -> tuple[float, int, int]:
         """Tokens on the fullest GPU, jobs, and ranks."""
         jobs = [member.job for member in self.members.values()] + ([joining] if joining else [])
-        total, largest = sum(job.load.tokens for job in jobs), max((job.load.part(self.gpus) for job in jobs), default=0)
+        total, largest = (
+            sum(job.load.tokens for job in jobs),
+            max((job.load.part(self.gpus) for job in jobs), default=0),
+        )
         return max(total / self.gpus, largest), len(jobs), sum(job.load.rank for job in jobs)
 
     def has_memory(self, joining: TraceJob) -> bool:
@@ -180,7 +190,7 @@ class FifoGrouping:
 
     def __init__(
         self, capacity: Capacity, jobs: Sequence[TraceJob], gpus: int, *, measure: str, is_backlog: bool, bound: float,
-        costs: Costs = Costs(), spreads: bool = False,
+        costs: Costs = COSTS, spreads: bool = False,
     ):  # fmt: skip
         self.capacity, self.measure, self.costs, self.bound = capacity, measure, costs, bound
         self.replay, self.free = Replay("fifo-spread" if spreads else "fifo-grouping", gpus), gpus
@@ -257,9 +267,16 @@ class FifoGrouping:
             del group.members[job.name]
             self.replay.outcomes.append(
                 Outcome(
-                    job.name, self._submitted_s[job.name], member.started_s, now_s, now_s - member.started_s,
-                    alone_s * job.gpus, alone_s, member.steps * job.load.tokens, self.bound,
-                )  # fmt: skip
+                    job.name,
+                    self._submitted_s[job.name],
+                    member.started_s,
+                    now_s,
+                    now_s - member.started_s,
+                    alone_s * job.gpus,
+                    alone_s,
+                    member.steps * job.load.tokens,
+                    self.bound,
+                )
             )
         if group.members:
             group.retime()
@@ -272,6 +289,8 @@ class FifoGrouping:
         samples = self.replay.samples
         if not samples or now_s >= samples[-1][0] + self._step_s:
             rates = sum(
-                member.job.load.tokens / group.tick_s for group in self._groups.values() for member in group.members.values()
+                member.job.load.tokens / group.tick_s
+                for group in self._groups.values()
+                for member in group.members.values()
             )
             samples.append((now_s, len(self._queue), self.replay.gpus - self.free, rates))

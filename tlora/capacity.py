@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ MODELLED = Modelled()
 _FLOPS_PER_PARAMETER = 4
 """Of one token, forward and backward over a frozen base: there is no product for its weights' gradient."""
 _NEAR_BEST = 1.03
+_ENOUGH, _SURE = 64, 0.25
 _TOO_NEAR = 1e-9
 
 
@@ -169,7 +171,7 @@ class BaseModel:
         sizes = [64 * 2**at for at in range(20) if 64 * 2**at <= self.curve.knots[-1]] or [int(self.curve.knots[-1])]
         costs = {size: self.tick_s(size, 1, 16) / size for size in sizes}
         best = min(costs.values())
-        return next(size for size in sizes if costs[size] <= _NEAR_BEST * best)
+        return int(min(size for size in sizes if costs[size] <= _NEAR_BEST * best))
 
 
 @dataclass(slots=True)
@@ -189,7 +191,8 @@ class Capacity:
         except OSError as error:
             raise SpecError(f"{path}: cannot be read: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise SpecError(f"{path}: want a profile, as `python -m benchmarks.step --parts profile` writes: {error!r}")
+            text = f"{path}: want a profile, as `python -m benchmarks.step --parts profile` writes: {error!r}."
+            raise SpecError(text) from None
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Capacity":
@@ -241,13 +244,17 @@ class Learner:
     Ticks are kept by their size, to a half power of two, and number of jobs, each as a running mean.
     """
 
-    def __init__(self, prior: BaseModel | None = None, ticks: Iterable[Tick] = (), *, parameters: int, layers: int):
-        self._parameters, self._layers = parameters, layers
+    def __init__(self, prior: BaseModel | None = None, ticks: Iterable[Tick] = ()):
         self._prior, self._kept = prior, {_cell(tick): tick for tick in ticks}
         self.model = prior
         self.error = math.nan
         """Running mean of |predicted / measured − 1|, before each tick was learnt from."""
         self._num_new = 0
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the model has foretold enough ticks well enough to plan by."""
+        return self._num_new >= _ENOUGH and self.error < _SURE
 
     def learn(self, tick: Tick) -> None:
         """Take in a measured tick. The model is fitted anew at the 2nd, 4th, 8th, … tick, then at every 64th."""
@@ -265,10 +272,14 @@ class Learner:
         ticks = list(self._kept.values())
         if len({tick.tokens for tick in ticks}) < 2:
             return
-        memory, budget = (self._prior.memory_bytes, self._prior.budget) if self._prior else (math.inf, 0)
-        self.model = BaseModel(
-            ticks, parameters=self._parameters, layers=self._layers, memory_bytes=memory, budget=budget
-        )
+        if self._prior is None:
+            self.model = BaseModel(ticks, parameters=0, layers=0)
+        else:
+            prior = self._prior
+            self.model = BaseModel(
+                ticks, parameters=prior.parameters, layers=prior.layers, memory_bytes=prior.memory_bytes,
+                budget=prior.budget,
+            )  # fmt: skip
 
 
 def _cell(tick: Tick) -> tuple[int, int]:
@@ -289,7 +300,7 @@ def _fit_time(ticks: Sequence[Tick]) -> tuple[Curve, float, float]:
     knots = sorted({tick.tokens for tick in ticks})
     columns = [np.ones(len(ticks))]
     tokens = np.array([tick.tokens for tick in ticks], float)
-    for low, high in zip(knots, knots[1:], strict=False):
+    for low, high in pairwise(knots):
         columns.append(np.clip((tokens - low) / (high - low), 0.0, 1.0))
     columns.append(np.array([tick.tokens * tick.rank_sum / tick.jobs for tick in ticks]))
     columns.append(np.array([tick.jobs - 1.0 for tick in ticks]))

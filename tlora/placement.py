@@ -124,7 +124,10 @@ class Worker:
     ready_s: float = 0.0
     """When its base is loaded."""
     is_leaving: bool = False
-    """It gets no job, and gives up those it has."""
+    """Its node is drained: it gets no job, and gives up those it has."""
+    group: str = ""
+    idle_since_s: float | None = None
+    """When its last job left; None while it has one."""
 
 
 class Order:
@@ -280,6 +283,18 @@ class Placements:
         if not job.workers:
             job.rate = 0.0
 
+    def seat(self, job: Job, worker: Worker) -> None:
+        """On a worker that has it already; `settle` counts them all."""
+        job.workers = (worker,)
+        worker.jobs[job.name] = job
+        job.claim = self.claim_of(job, 1)
+        self.used[job.user] = self.used.get(job.user, 0) + 1
+
+    def settle(self, now_s: float) -> None:
+        """After all that was there before has been put in."""
+        for worker in self.workers.values():
+            self._share_out(worker, now_s)
+
     def claim_of(self, job: Job, count: int) -> Claim:
         """Of a job on so many workers."""
         pool = self.pool(job.base)
@@ -344,7 +359,7 @@ def speed_of(dealt: Dealt, claim: Claim) -> float:
 
 
 def deal(model: Model, claims: Sequence[Claim]) -> Dealt:
-    """A worker's tick among jobs: everybody what its bound needs, the rest to the most urgent, none more than a step."""
+    """A worker's tick among jobs: each what its bound needs, the rest to the most urgent, none more than a step."""
     wanted, ranks = 0.0, 0
     for claim in claims:
         wanted += claim[2]

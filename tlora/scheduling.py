@@ -1,25 +1,22 @@
 """Who trains where, and how fast: a function of a state and a time. No torch, no Ray, no clock.
 
 Called by the scheduler actor and by the simulator, which differ in nothing but who carries the plan out. The rule is
-tLoRA's (arXiv 2602.07263): jobs of one base share; the most urgent is placed first; its partner is found by a binary cut
-in the order of residual capacity; it joins if the joint throughput beats that apart and everybody stays within its
-bound. What the paper leaves open is ours: urgency is shortness (in GPU-seconds, of jobs that share), aged so that nobody
-starves; idle GPUs first, else what nobody misses, else what stretched jobs give back, else a merge, else the place of a
-job that has far longer to go.
+tLoRA's (arXiv 2602.07263): jobs of one base share; the most urgent is placed first; its partner is found by a binary
+cut in the order of residual capacity; it joins if the joint throughput beats that apart and everybody stays within its
+bound. What the paper leaves open is ours: urgency is shortness (in GPU-seconds, of jobs that share), aged so that
+nobody starves; idle GPUs first, else what nobody misses, else what stretched jobs give back, else a merge, else the
+place of a job that has far longer to go.
 """
 
-import math
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tlora.placement import Job, Model, Placements, Pool, Unmeasured, Worker, deal, part_of, speed_of
-
-_TRIES = 4
-"""Candidates that are looked at before the next way is tried."""
-_WORTH = 1.01
-"""Joint over apart, from where on a merge counts as a gain."""
+from tlora import sizing
+from tlora.placement import Job, Model, Placements, Unmeasured, Worker, part_of
+from tlora.policy import Planner
+from tlora.sizing import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +57,35 @@ class Rules:
     """Most workers that a user's jobs may be on at once, by user."""
 
 
+RULES, COSTS = Rules(), Costs()
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The difference to be made, each part with its reason."""
 
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Workers by job. A job that is elsewhere goes there once its state is saved."""
-    moves: dict[str, None] = field(default_factory=dict)
+    moves: set[str] = field(default_factory=set)
     """Jobs that are to leave their workers, saved, and wait."""
     rates: dict[str, float] = field(default_factory=dict)
     """Predicted steps a second of jobs for which they have changed."""
+    tokens: dict[str, float] = field(default_factory=dict)
+    """Of each tick of its workers, of the same jobs: its share."""
     loads: dict[str, str] = field(default_factory=dict)
     """Base to be loaded, by worker."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """New size by group."""
+    leaves: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Workers to let go, by group: none has a job."""
+    starts: dict[str, int] = field(default_factory=dict)
+    """Size of a new group by base."""
+    stops: set[str] = field(default_factory=set)
+    """Groups that are to end."""
+    demand: dict[str, int] = field(default_factory=dict)
+    """Workers that would let every job run within its bound now, by base: for whoever adds machines."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why, by job; for one without a place, what it waits for."""
+    """Why, by job or group; for a job without a place, what it waits for."""
 
 
 class ClusterState(Placements):
@@ -81,13 +93,18 @@ class ClusterState(Placements):
 
     def __init__(
         self,
-        models: Mapping[str, Model] = {},
+        models: Mapping[str, Model],
         *,
-        rules: Rules = Rules(),
-        costs: Costs = Costs(),
+        rules: Rules = RULES,
+        costs: Costs = COSTS,
         jobs_per_worker: int = 64,
+        groups: Mapping[str, Group] | None = None,
+        max_workers: int = 0,
+        idle_s: float = 300.0,
     ):
+        """`groups`: None where workers are a given, as in a trace's cluster: none is asked for or let go."""
         super().__init__(models, jobs_per_worker)
+        self.groups, self.max_workers, self.idle_s = groups, max_workers, idle_s
         self.rules, self.costs = rules, costs
         self.arrived: dict[str, None] = {}
         """Jobs that no plan has seen yet."""
@@ -100,8 +117,22 @@ class ClusterState(Placements):
 
     # --- events
 
-    def submit(self, job: Job) -> None:
-        """It waits from now on."""
+    def submit(self, job: Job, *, is_new: bool = True) -> None:
+        """It waits from now on. Of one that is not new a plan has been made before: it did not find a place."""
+        self._measure(job)
+        self._wait(job)
+        if not is_new:
+            self.arrived.pop(job.name)
+            self.has_room = True
+
+    def keep(self, job: Job, worker: Worker) -> None:
+        """It has been there, before this state was made."""
+        self._measure(job)
+        self.pool(job.base).running.put(job.name, self.key(job))
+        self.seat(job, worker)
+
+    def _measure(self, job: Job) -> None:
+        """What is predicted of it."""
         model = self.pool(job.base).model
         job.alone_s = model.best_alone_s(job.load, job.gpus)
         job.fewest = next(
@@ -112,8 +143,9 @@ class ClusterState(Placements):
             ),
             job.load.batch,
         )
+        if not job.can_split:
+            job.fewest = 1
         self.jobs[job.name] = job
-        self._wait(job)
         patience_s = self.rules.patience_s + self.rules.patience_lone * job.remaining * job.alone_s
         insort(self.deadlines, (job.submitted_s + patience_s, job.name))
 
@@ -156,9 +188,9 @@ class ClusterState(Placements):
 
     def key(self, job: Job) -> float:
         """Of urgency, the lower the more urgent: GPU-seconds that it will take where it shares."""
-        if self.rules.urgency == "submitted":
-            return job.submitted_s
         pool = self.pool(job.base)
+        if self.rules.urgency == "submitted" or isinstance(pool.model, Unmeasured):
+            return job.submitted_s - job.priority * 1e9
         part = part_of(pool.model, job, 1)
         return job.remaining * part * pool.full_s / pool.model.budget / self.rules.priority_factor**job.priority
 
@@ -169,330 +201,8 @@ class ClusterState(Placements):
 
 def schedule(state: ClusterState, now_s: float) -> Plan:
     """The plan for this moment. The same state and time give the same plan."""
-    return _Planner(state, now_s).plan()
-
-
-class _Planner:
-    """One plan in the making."""
-
-    def __init__(self, state: ClusterState, now_s: float):
-        self.state, self.now_s, self.rules, self.costs = state, now_s, state.rules, state.costs
-        self.made = Plan()
-
-    def plan(self) -> Plan:
-        state = self.state
-        self._age()
-        blocked = self._admit_overdue()
-        arrived = sorted(state.arrived, key=lambda name: (state.key(state.jobs[name]), name))
-        has_room = state.has_room
-        for name in arrived:
-            job = state.jobs.get(name)
-            if job is not None and not job.workers and job.base not in blocked:
-                self._admit(job, can_preempt=True)
-        state.arrived.clear()
-        if has_room or state.has_room:
-            self._fill_up(blocked)
-            state.has_room = False
-        if self.rules.is_elastic and state.num_idle and not self._someone_waits():
-            self._spread()
-        for name in state.changed:
-            if name in state.jobs:
-                self.made.rates[name] = state.jobs[name].rate
-        state.changed.clear()
-        return self.made
-
-    def _age(self) -> None:
-        """Jobs that have waited as long as they may go before all others, in the order of their deadlines."""
-        state = self.state
-        while state.deadlines and state.deadlines[0][0] <= self.now_s:
-            _, name = state.deadlines.pop(0)
-            job = state.jobs.get(name)
-            if job is not None:
-                job.is_overdue = True
-                if not job.workers:
-                    state.overdue[name] = None
-
-    def _someone_waits(self) -> bool:
-        return any(pool.waiting.items for pool in self.state.pools.values())
-
-    def _admit_overdue(self) -> set[str]:
-        """Jobs that have waited as long as they may, in order. Returns the bases where one still waits: there nobody
-        else is let in, so that what becomes free is its."""
-        blocked: set[str] = set()
-        for name in list(self.state.overdue):
-            job = self.state.jobs[name]
-            if job.base not in blocked and not self._admit(job, can_preempt=True):
-                blocked.add(job.base)
-            if len(blocked) == len(self.state.pools):
-                break
-        return blocked
-
-    def _fill_up(self, blocked: set[str]) -> None:
-        """Let waiting jobs in where something has become free, the most urgent first."""
-        state = self.state
-        for user in list(state.by_quota):
-            for name in list(state.by_quota[user]):
-                self._admit(state.jobs[name], can_preempt=False)
-        for base, pool in state.pools.items():
-            failed: set[str] = set()
-            while base not in blocked and len(failed) < _TRIES:
-                name = next((name for name in pool.waiting.lowest(_TRIES) if name not in failed), None)
-                if name is None:
-                    break
-                if not self._admit(state.jobs[name], can_preempt=False):
-                    failed.add(name)
-
-    # --- one job
-
-    def _admit(self, job: Job, *, can_preempt: bool) -> bool:
-        """Find it a place; whether there was one."""
-        state = self.state
-        quota = self.rules.quotas.get(job.user)
-        if quota is not None and state.used.get(job.user, 0) + job.fewest > quota:
-            state.pool(job.base).waiting.drop(job.name)
-            state.by_quota.setdefault(job.user, {})[job.name] = None
-            self.made.reasons[job.name] = f"waits for the quota of {job.user or 'its user'}: {quota} worker(s)"
-            return False
-        reason = self._find(job, can_preempt)
-        if not reason:
-            self.made.reasons[job.name] = "waits: every worker that could take it is full with jobs as urgent"
-            if quota is not None:
-                state.pool(job.base).waiting.put(job.name, state.key(job))
-        return bool(reason)
-
-    def _find(self, job: Job, can_preempt: bool) -> str:
-        pool = self.state.pool(job.base)
-        others_wait = len(pool.waiting) > 1
-        most = job.fewest if others_wait and self.rules.is_elastic else self._useful(job, pool.model)
-        joining = self._room(job, pool) if self.rules.shares else None
-        if self._take_idle(job, most, joining is not None):
-            return self.made.reasons[job.name]
-        if joining:
-            return self._put(job, joining, "joins workers with room for it: nobody is slowed beyond a fuller tick")
-        if self.rules.is_elastic and self._reclaim(job, pool):
-            return self.made.reasons[job.name]
-        if self.rules.shares and job.fewest == 1 and (merged := self._merge(job, pool)):
-            return merged
-        if self.rules.preempts and can_preempt and self._preempt(job, pool):
-            return self.made.reasons[job.name]
-        return ""
-
-    def _useful(self, job: Job, model: Model) -> int:
-        """GPUs that it goes fastest on, of those that it asks for."""
-        if not job.can_split:
-            return 1
-        counts = range(1, min(job.gpus, job.load.batch) + 1)
-        return max(job.fewest, min(counts, key=lambda count: (round(model.alone_s(job.load, count), 6), count)))
-
-    def _take_idle(self, job: Job, most: int, has_choice: bool) -> bool:
-        """Workers without jobs: its base's, else such as have to load it, if there is no better choice."""
-        state, count = self.state, most
-        while count >= job.fewest:
-            for base in (job.base, "", *sorted(base for base in state.idle if base not in (job.base, ""))):
-                if base != job.base and has_choice and not self._repays_load(job):
-                    continue
-                if workers := self._idle(base, count):
-                    for worker in workers:
-                        if base != job.base:
-                            state.load_base(worker, job.base, self.now_s + self.costs.load_s)
-                            self.made.loads[worker.name] = job.base
-                    self._put(job, workers, f"{count} idle worker(s)" + ("" if base == job.base else ", base loaded"))
-                    return True
-            count = count // 2 if count > job.fewest and count // 2 >= job.fewest else count - max(count - job.fewest, 1)
-        return False
-
-    def _repays_load(self, job: Job) -> bool:
-        return job.remaining * job.alone_s > self.rules.repay * self.costs.load_s
-
-    def _idle(self, base: str, count: int) -> list[Worker]:
-        """So many on one node, the one with the fewest that suffices; else on as few nodes as it takes."""
-        nodes = self.state.idle.get(base, {})
-        if sum(map(len, nodes.values())) < count:
-            return []
-        fitting = [(len(names), node) for node, names in nodes.items() if len(names) >= count]
-        chosen: list[str] = []
-        if fitting:
-            chosen = sorted(nodes[min(fitting)[1]])[:count]
-        else:
-            for _, node in sorted(((-len(names), node) for node, names in nodes.items())):
-                chosen += sorted(nodes[node])[: count - len(chosen)]
-        return [self.state.workers[name] for name in chosen]
-
-    def _room(self, job: Job, pool: Pool) -> list[Worker] | None:
-        """Workers with tokens that nobody would miss: the least room that holds a whole step (binary cut), else the
-        most that keeps it within its bound. Of a base not measured: the most."""
-        _, _, part, allowed_s, _ = self.state.claim_of(job, job.fewest)
-        least = min(part * pool.full_s / allowed_s, part) if allowed_s > 0.0 else part
-        found: list[Worker] = []
-        wholly = () if part >= pool.model.budget else self._first(pool.room.from_key(part), _TRIES)
-        for name in dict.fromkeys((*wholly, *pool.room.highest(_TRIES + job.fewest))):
-            if pool.room.keys[name] < least or pool.room.keys[name] <= 0.0:
-                continue
-            worker = self.state.workers[name]
-            if self._fits(job, worker, pool, job.fewest):
-                found.append(worker)
-                if len(found) == job.fewest:
-                    return found
-        return None
-
-    @staticmethod
-    def _first(names: Iterator[str], count: int) -> list[str]:
-        return [name for name, _ in zip(names, range(count), strict=False)]
-
-    def _fits(self, job: Job, worker: Worker, pool: Pool, count: int) -> float:
-        """The joint speed if it joins, with everybody within its bound and all in memory; 0: it cannot."""
-        others = [other for other in worker.jobs.values() if other is not job]
-        ranks = job.load.rank + sum(other.load.rank for other in others)
-        if len(others) >= self.state.jobs_per_worker:
-            return 0.0
-        if pool.model.peak_bytes(pool.model.budget, ranks) > pool.model.memory_bytes:
-            return 0.0
-        claim = (self.state.key(job), *self.state.claim_of(job, count)[1:])
-        dealt = deal(pool.model, [*(other.claim for other in others), claim])
-        if not dealt[4]:
-            return 0.0
-        joint = sum(other.alone_s * speed_of(dealt, other.claim) / len(other.workers) for other in others)
-        return joint + job.alone_s * speed_of(dealt, claim) / count
-
-    def _reclaim(self, job: Job, pool: Pool) -> bool:
-        """Take back from a job on more workers than it needs: the half that it does not keep."""
-        for name in pool.stretched.highest(_TRIES):
-            other = self.state.jobs[name]
-            kept = max(other.fewest, len(other.workers) // 2)
-            freed = len(other.workers) - kept
-            if freed < job.fewest or other is job:
-                continue
-            keep = other.workers[:kept]
-            if not all(self._fits(other, worker, pool, kept) for worker in keep):
-                continue
-            self._resize(other, keep, f"gives {freed} worker(s) to {job.name}")
-            if self._take_idle(job, job.fewest, has_choice=False):
-                return True
-            if self.rules.shares and (joining := self._room(job, pool)):
-                self._put(job, joining, f"room that {name} gave back")
-                return True
-        return False
-
-    def _merge(self, job: Job, pool: Pool) -> str:
-        """The paper's merge: binary cut over workers by what they could give, then those to the right of it."""
-        _, _, part, allowed_s, _ = self.state.claim_of(job, 1)
-        least = part * pool.full_s / allowed_s
-        gain = job.alone_s * pool.model.budget / (part * pool.full_s)
-        if least > part or (gain < _WORTH and not isinstance(pool.model, Unmeasured)):
-            return ""  # a token of it is as dear among others
-        names = self._first(pool.slack.from_key(least), _TRIES)
-        for name in dict.fromkeys((*names, *pool.slack.highest(2))):
-            worker = self.state.workers[name]
-            joint = self._fits(job, worker, pool, 1) if pool.slack.keys[name] >= least else 0.0
-            if joint > worker.speed * _WORTH:
-                text = f"merged with {len(worker.jobs)} job(s): joint throughput {joint:.2f} beats {worker.speed:.2f}"
-                return self._put(job, [worker], text)
-        return ""
-
-    def _preempt(self, job: Job, pool: Pool) -> bool:
-        """Take the place of a job that has far longer to go."""
-        mine = self.state.key(job)
-        for name in pool.running.highest(_TRIES):
-            other = self.state.jobs[name]
-            if other.is_overdue or not other.can_move or len(other.workers) < job.fewest:
-                continue
-            other.done_by(self.now_s)
-            theirs = self.state.key(other)
-            pays = theirs - mine > self.rules.repay * (self.costs.move_s + self.costs.attach_s)
-            if not job.is_overdue and not (theirs > self.rules.preempt_factor * mine and pays):
-                continue
-            freed = other.workers
-            self.made.moves[name] = None
-            self.made.places.pop(name, None)
-            pool.running.drop(name)
-            pool.stretched.drop(name)
-            self.state.take(other, self.now_s)
-            pool.waiting.put(name, theirs)
-            self.state.has_room = True
-            self.made.reasons[name] = f"makes room for {job.name}, which has less to go; waits, saved"
-            if self._take_idle(job, job.fewest, has_choice=False):
-                return True
-            chosen = [worker for worker in freed if self._fits(job, worker, pool, job.fewest)][: job.fewest]
-            if len(chosen) == job.fewest:
-                self._put(job, chosen, f"takes the place of {name}, which has longer to go")
-                return True
-        return False
-
-    def _put(self, job: Job, workers: list[Worker], reason: str) -> str:
-        state, pool = self.state, self.state.pool(job.base)
-        pool.waiting.drop(job.name)
-        state.by_quota.get(job.user, {}).pop(job.name, None)
-        state.overdue.pop(job.name, None)
-        pool.running.put(job.name, state.key(job))
-        begin_s = max(self.now_s, *(worker.ready_s for worker in workers)) + self.costs.attach_s
-        state.place(job, workers, begin_s, self.now_s)
-        self._note(job, reason)
-        return reason
-
-    def _resize(self, job: Job, workers: tuple[Worker, ...], reason: str) -> None:
-        """Other workers for one that has some."""
-        state = self.state
-        job.done_by(self.now_s)
-        state.pool(job.base).running.put(job.name, state.key(job))
-        is_split = max(len(workers), len(job.workers)) > 1
-        begin_s = max(job.since_s, self.now_s, *(worker.ready_s for worker in workers))
-        state.place(job, workers, begin_s + (self.costs.split_s if is_split else self.costs.move_s), self.now_s)
-        state.has_room = True
-        self._note(job, reason)
-
-    def _note(self, job: Job, reason: str) -> None:
-        pool = self.state.pool(job.base)
-        spare = len(job.workers) - job.fewest
-        if spare > 0:
-            pool.stretched.put(job.name, float(spare))
-        else:
-            pool.stretched.drop(job.name)
-        self.made.places[job.name] = tuple(worker.name for worker in job.workers)
-        self.made.moves.pop(job.name, None)
-        self.made.reasons[job.name] = reason
-
-    # --- when nobody waits
-
-    def _spread(self) -> None:
-        """Use idle workers: jobs of crowded workers move there, large ones are split over more."""
-        state = self.state
-        for pool in state.pools.values():
-            refused: set[str] = set()
-            while state.num_idle and len(refused) < _TRIES:
-                name = next((name for name in pool.pressure.highest(_TRIES) if name not in refused), None)
-                if name is None:
-                    break
-                if not self._relieve(state.workers[name], pool):
-                    refused.add(name)
-
-    def _relieve(self, worker: Worker, pool: Pool) -> bool:
-        """Give the jobs of a worker more room, if that repays itself."""
-        state, model = self.state, pool.model
-        movable = [job for job in worker.jobs.values() if job.can_move]
-        for job in sorted(movable, key=lambda job: (-part_of(model, job, len(job.workers)), job.name))[:2]:
-            count = len(job.workers)
-            if len(worker.jobs) > 1 and count == 1:
-                more, cost_s = 1, self.costs.move_s
-            elif job.can_split and 2 * count <= job.load.batch:
-                more, cost_s = count, self.costs.split_s
-            else:
-                continue
-            new_count = count + more if more == count and len(worker.jobs) == 1 else 1
-            base = next((base for base in (job.base, "", *sorted(state.idle)) if self._idle(base, more)), None)
-            if base is None:
-                continue
-            cost_s += self.costs.load_s if base != job.base else 0.0
-            job.done_by(self.now_s)
-            before_s = 1.0 / job.rate if job.rate else math.inf
-            after_s = model.alone_s(job.load, max(new_count, 1))
-            if job.remaining * (before_s - after_s) < self.rules.repay * cost_s or after_s > 0.9 * before_s:
-                continue
-            new = self._idle(base, more)
-            for other in new:
-                if base != job.base:
-                    state.load_base(other, job.base, self.now_s + self.costs.load_s)
-                    self.made.loads[other.name] = job.base
-            keep = () if new_count == 1 else job.workers
-            self._resize(job, (*keep, *new), f"{len(new)} idle worker(s): {before_s / after_s:.2f} × as fast")
-            return True
-        return False
+    plan = Plan()
+    Planner(state, now_s, plan).plan()
+    if state.groups is not None:
+        sizing.size_groups(state, state.groups, plan, now_s)
+    return plan

@@ -1,11 +1,11 @@
 """A cluster played through: the live scheduler's own plans, carried out on a clock of events. No torch, no Ray.
 
-Called by `tlora simulate` and the benchmarks. A job's speed is the capacity model's; its length is the trace's, of which
-the scheduler sees a noisy estimate only. Times on several GPUs are modelled.
+Called by `tlora simulate` and the benchmarks. A job's speed is the capacity model's; its length is the trace's, of
+which the scheduler sees a noisy estimate only. Times on several GPUs are modelled.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from tlora.capacity import Capacity
 from tlora.placement import Job, Worker
-from tlora.scheduling import ClusterState, Costs, Plan, Rules, schedule
+from tlora.scheduling import COSTS, RULES, ClusterState, Costs, Plan, Rules, schedule
 from tlora.traces import TraceJob, lone_step_s
 
 GPUS_PER_NODE = 8
@@ -72,10 +72,6 @@ class Replay:
         """Work done a second: GPUs' worth of jobs that run alone."""
         return sum(outcome.work_s for outcome in self.outcomes) / self.makespan_s
 
-    def utilisation(self, flops_per_token: float, peak_flops: float) -> float:
-        tokens = sum(outcome.tokens for outcome in self.outcomes)
-        return tokens * flops_per_token / (self.gpus * peak_flops * self.makespan_s)
-
     @property
     def num_beyond_bound(self) -> int:
         return sum(outcome.slowdown > outcome.bound * (1.0 + 1e-6) for outcome in self.outcomes)
@@ -127,8 +123,8 @@ class Simulator:
         gpus: int,
         *,
         measure: str = "own",
-        rules: Rules = Rules(),
-        costs: Costs = Costs(),
+        rules: Rules = RULES,
+        costs: Costs = COSTS,
         faults: Faults = Faults(),
         bound: float = 3.0,
         way: str = "tlora",
@@ -178,9 +174,7 @@ class Simulator:
     def _submit(self, name: str, now_s: float) -> None:
         run = self.runs[name]
         job = run.job
-        self.state.submit(
-            Job(name, job.base, now_s, job.load, job.gpus, self.bound, remaining=run.steps * job.noise)
-        )
+        self.state.submit(Job(name, job.base, now_s, job.load, job.gpus, self.bound, remaining=run.steps * job.noise))
 
     def _finish(self, name: str, version: int, now_s: float) -> bool:
         run = self.runs[name]
@@ -193,9 +187,16 @@ class Simulator:
         alone_s = run.steps * run.lone_s
         self.replay.outcomes.append(
             Outcome(
-                name, 0.0 if self._is_backlog else job.submitted_s, run.started_s, now_s, run.running_s,
-                alone_s * job.gpus, alone_s, run.steps * job.load.tokens, self.bound,
-            )  # fmt: skip
+                name,
+                0.0 if self._is_backlog else job.submitted_s,
+                run.started_s,
+                now_s,
+                run.running_s,
+                alone_s * job.gpus,
+                alone_s,
+                run.steps * job.load.tokens,
+                self.bound,
+            )
         )
         return True
 
@@ -258,7 +259,3 @@ class Simulator:
             name = f"{prefix}.{at}" if not node.startswith("n") else f"w{int(node[1:]) * GPUS_PER_NODE + at:05d}"
             if name not in known:
                 self.state.come(Worker(name, node))
-
-
-def peak_flops(capacity: Capacity, rates: Mapping[str, float], base: str) -> float:
-    return rates[base]

@@ -1,33 +1,17 @@
-"""Who trains where: a pure function from what is known to what is to be done. No torch, no Ray, no clock.
+"""How many workers each group is to have: more when jobs lack a place, fewer when some idle. No torch, Ray or clock.
 
-Called by the scheduler actor. This is the simple policy: jobs in the order of their submission, each on the least
-loaded worker of its base that has room.
+Called by `scheduling.schedule`, after jobs have been placed, where workers are not a given.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
 
+from tlora.placement import Unmeasured, Worker
 
-@dataclass(frozen=True, slots=True)
-class WaitingJob:
-    """A job that has no place."""
-
-    name: str
-    base: str
-    """Jobs of one base may share a super-model."""
-    submitted_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One GPU process of a group."""
-
-    name: str
-    jobs: frozenset[str]
-    is_leaving: bool = False
-    """Its node is drained: it gets no job, and gives up those it has."""
-    idle_since_s: float | None = None
-    """When its last job left; None while it has one."""
+if TYPE_CHECKING:
+    from tlora.scheduling import ClusterState, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,90 +26,66 @@ class Group:
     """When its last job left; None while it has one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterState:
-    """All that a decision may depend on."""
-
-    waiting: tuple[WaitingJob, ...]
-    groups: tuple[Group, ...]
-    max_workers: int
-    """Of all groups together."""
-    jobs_per_worker: int
-    idle_s: float
-    """A group, or a worker that the rest could do without, goes after being idle for so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The difference to be made, each part with its reason."""
-
-    places: dict[str, str] = field(default_factory=dict)
-    """Worker by job."""
-    moves: frozenset[str] = frozenset()
-    """Jobs that must leave the worker they are on."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """New size by group."""
-    leaves: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Workers to let go, by group: none has a job."""
-    starts: dict[str, int] = field(default_factory=dict)
-    """Size of a new group by base."""
-    stops: frozenset[str] = frozenset()
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Why, by job or group; for a job without a place, what it waits for."""
-
-
-def schedule(state: ClusterState, now_s: float) -> Plan:
-    """The plan for this moment. The same state and time give the same plan."""
-    plan = Plan()
-    load = {worker.name: len(worker.jobs) for group in state.groups for worker in group.workers}
-    homes = {group.base: group for group in state.groups}
-    room = state.max_workers - sum(group.size for group in state.groups)
-    unplaced: dict[str, int] = {}
-    for job in sorted(state.waiting, key=lambda job: (job.submitted_s, job.name)):
-        home = homes.get(job.base)
-        open_to_it = [
-            worker.name
-            for worker in (home.workers if home else ())
-            if not worker.is_leaving and load[worker.name] < state.jobs_per_worker
-        ]
-        if open_to_it:
-            worker = min(open_to_it, key=lambda name: (load[name], name))
-            plan.places[job.name] = worker
-            plan.reasons[job.name] = f"least loaded of {len(open_to_it)} with room: {load[worker]} job(s)"
-            load[worker] += 1
-        else:
-            unplaced[job.base] = unplaced.get(job.base, 0) + 1
-            coming = home.size - len(home.workers) if home else 0
-            plan.reasons[job.name] = _wait(home is not None, coming, room, state)
+def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan", now_s: float) -> None:
+    """Complete a plan by what is to become of groups and workers."""
+    homes = {group.base: group for group in groups.values()}
+    wanted = {base for base, pool in state.pools.items() if pool.waiting.keys}
+    room = state.max_workers - sum(group.size for group in groups.values())
+    unplaced = {base: len(pool.waiting) for base, pool in state.pools.items()}
     for base, count in unplaced.items():
-        room -= _ask_for_workers(plan, state, homes.get(base), base, count, room)
-    freed = frozenset(
-        job for group in state.groups for worker in group.workers if worker.is_leaving for job in worker.jobs
-    )
-    wanted = {job.base for job in state.waiting}
-    leaves = dict(_spare_workers(state, wanted, now_s))
-    emptied = {group.name for group in state.groups if group.workers and _remaining(group, leaves) == 0}
-    idle = frozenset({*_idle_groups(state, wanted, now_s), *emptied})
-    leaves = {name: workers for name, workers in leaves.items() if name not in idle}
-    smaller = {group.name: _remaining(group, leaves) for group in state.groups if group.name in leaves}
-    sizes = {**plan.sizes, **smaller}
-    return Plan(plan.places, freed, sizes, leaves, plan.starts, idle, plan.reasons)
+        home = homes.get(base)
+        coming = home.size - len(home.workers) if home else 0
+        text = _wait(home is not None, coming, room, state.max_workers)
+        plan.reasons.update(dict.fromkeys(state.pools[base].waiting.keys, text))
+        plan.demand[base] = _demand(state, base)
+        room -= _ask_for_workers(plan, state, home, base, count, room)
+    for group in groups.values():
+        for worker in group.workers:
+            if worker.is_leaving:
+                plan.moves.update(worker.jobs)
+    busy = {worker for names in plan.places.values() for worker in names}
+    leaves = dict(_spare_workers(state, groups, wanted, busy, now_s))
+    emptied = {group.name for group in groups.values() if group.workers and _remaining(group, leaves) == 0}
+    plan.stops.update(emptied)
+    plan.stops.update(name for name in _idle_groups(state, groups, wanted, busy, now_s))
+    for name, workers in leaves.items():
+        if name not in plan.stops:
+            plan.leaves[name] = workers
+            plan.sizes[name] = _remaining(groups[name], leaves)
 
 
-def _wait(has_group: bool, coming: int, room: int, state: ClusterState) -> str:
-    if coming:
+def _demand(state: "ClusterState", base: str) -> int:
+    """Workers on which every job of a base, waiting or not, would have what its bound needs."""
+    pool = state.pools[base]
+    names = (*pool.waiting.keys, *pool.running.keys)
+    if isinstance(pool.model, Unmeasured):
+        return ceil(len(names) / state.jobs_per_worker)
+    needs = 0.0
+    for name in names:
+        _, _, part, allowed_s, _ = state.claim_of(state.jobs[name], 1)
+        needs += min(part * pool.full_s / allowed_s, pool.model.budget) if allowed_s > 0.0 else pool.model.budget
+    return max(ceil(needs / pool.model.budget), ceil(len(names) / state.jobs_per_worker))
+
+
+def _wait(has_group: bool, coming: int, room: int, max_workers: int) -> str:
+    if coming > 0:
         return f"waits for {coming} worker(s) that are starting"
     if room > 0:
         return "waits for a worker, asked for now"
     what = "every worker of its base is full" if has_group else "no worker has its base"
-    return f"{what}, and all {state.max_workers} workers of the cluster are taken"
+    return f"{what}, and all {max_workers} workers of the cluster are taken"
 
 
-def _ask_for_workers(plan: Plan, state: ClusterState, home: Group | None, base: str, count: int, room: int) -> int:
+def _ask_for_workers(plan: "Plan", state: "ClusterState", home: Group | None, base: str, count: int, room: int) -> int:
     """Enough workers for so many jobs without a place, as far as there is room; returns how many were asked for."""
+    if not count:
+        return 0
     coming = home.size - len(home.workers) if home else 0
-    wanted = -(-count // state.jobs_per_worker) - coming
-    asked = max(0, min(wanted, room))
+    measured = not isinstance(state.pools[base].model, Unmeasured)
+    lacking = (
+        plan.demand[base] - (len(home.workers) if home else 0) if measured else ceil(count / state.jobs_per_worker)
+    )
+    asked = max(0, min(max(lacking, 1) - coming, room))
     if not asked:
         return 0
     if home is None:
@@ -136,27 +96,34 @@ def _ask_for_workers(plan: Plan, state: ClusterState, home: Group | None, base: 
     return asked
 
 
-def _idle_groups(state: ClusterState, wanted: set[str], now_s: float) -> Iterator[str]:
-    for group in state.groups:
-        if group.base not in wanted and group.idle_since_s is not None and now_s - group.idle_since_s >= state.idle_s:
+def _idle_groups(
+    state: "ClusterState", groups: Mapping[str, Group], wanted: set[str], busy: set[str], now_s: float
+) -> Iterator[str]:
+    for group in groups.values():
+        is_idle = group.idle_since_s is not None and now_s - group.idle_since_s >= state.idle_s
+        if is_idle and group.base not in wanted and not any(worker.name in busy for worker in group.workers):
             yield group.name
 
 
-def _spare_workers(state: ClusterState, wanted: set[str], now_s: float) -> Iterator[tuple[str, frozenset[str]]]:
+def _spare_workers(
+    state: "ClusterState", groups: Mapping[str, Group], wanted: set[str], busy: set[str], now_s: float
+) -> Iterator[tuple[str, frozenset[str]]]:
     """Workers without jobs that are leaving, or have been idle for long while others of their group are not."""
-    for group in state.groups:
+    for group in groups.values():
         gone = {worker.name for worker in group.workers if worker.is_leaving and not worker.jobs}
         if group.base not in wanted and group.idle_since_s is None:
             gone |= {
                 worker.name
                 for worker in group.workers
-                if worker.idle_since_s is not None and now_s - worker.idle_since_s >= state.idle_s
+                if worker.idle_since_s is not None
+                and now_s - worker.idle_since_s >= state.idle_s
+                and worker.name not in busy
             }
         if gone:
             yield group.name, frozenset(gone)
 
 
-def _remaining(group: Group, leaves: dict[str, frozenset[str]]) -> int:
+def _remaining(group: Group, leaves: Mapping[str, frozenset[str]]) -> int:
     """A group's size once these have left: those that stay, and those that are still to come."""
     gone = len(leaves.get(group.name, ()))
     return max(group.size, len(group.workers)) - gone

@@ -50,7 +50,7 @@ class Arrivals:
 
 def read_trace(path: Path, *, most_s: float = DAY_S) -> Arrivals:
     """From a CSV with columns submit_s, duration_s and num_gpus; durations are capped. Raises SpecError."""
-    import pandas
+    import pandas  # type: ignore[import-untyped]
 
     try:
         table = pandas.read_csv(path)
@@ -120,7 +120,13 @@ def draw_jobs(arrivals: Arrivals, bases: Sequence[str], seed: int) -> list[Trace
     )  # fmt: skip
     return [
         TraceJob(
-            f"j{at:06d}", submitted_s, gpus, duration_s, str(base), Load(int(rank), int(batch), int(length)), float(noise)
+            f"j{at:06d}",
+            submitted_s,
+            gpus,
+            duration_s,
+            str(base),
+            Load(int(rank), int(batch), int(length)),
+            float(noise),
         )
         for at, (submitted_s, gpus, duration_s, base, rank, batch, length, noise) in enumerate(drawn)
     ]

@@ -62,6 +62,8 @@ class Tick:
     seconds: float
     ended: tuple[ResidentJob, ...]
     """Jobs that left: finished or failed; their record says why."""
+    ranks: tuple[int, ...] = ()
+    """Of the jobs whose sequences these were."""
 
 
 class Trainer:
@@ -146,6 +148,8 @@ class Trainer:
         began_s = time.perf_counter()
         with self.supermodel.threads():
             phase, dealt = self._deal()
+            slots = {item.slot for item in dealt}
+            ranks = tuple(job.spec.adapter.rank for job in self.jobs.values() if job.slot in slots)
             for items in nanobatch.cut(dealt, self.options.nano_batches, self._work):
                 self._send(items, phase)
             through = [job for job in self.jobs.values() if job.phase is phase and job.is_through and dealt]
@@ -154,7 +158,7 @@ class Trainer:
             else:
                 self._finish_evaluation(through)
         tokens = sum(len(item.sequence) for item in dealt)
-        return Tick(phase, tokens, time.perf_counter() - began_s, self.take_ended())
+        return Tick(phase, tokens, time.perf_counter() - began_s, self.take_ended(), ranks)
 
     def take_ended(self) -> tuple[ResidentJob, ...]:
         """Jobs that have left since this was last asked: in a tick, or as they came, if nothing was left to be done."""
