@@ -188,7 +188,8 @@ def completion_rows(bench: Bench, cell: Cell, played: dict[str, list[Summary]]) 
         bound = statistics.mean(theirs) / statistics.mean(shortest)
         shape = f"{cell.gpus} GPUs; seeds {seeds_text(each)}; bound {bound:.2f}"
         yield bench.row(
-            f"{cell.name}/{way}", shape, statistics.mean(ours), f"{way}, mean completion", statistics.mean(theirs), GOALS.get((cell.trace, cell.load, way)), "s",
+            f"{cell.name}/{way}", shape, statistics.mean(ours), f"{way}, mean completion", statistics.mean(theirs),
+            GOALS.get((cell.trace, cell.load, way)), "s",
         )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class Modelled:
 MODELLED = Modelled()
 _FLOPS_PER_PARAMETER = 4
 """Of one token, forward and backward over a frozen base: there is no product for its weights' gradient."""
-_NEAR_BEST = 1.03
+_NEAR_BEST, _CHEAPEST, _DEAREST = 1.03, 1.01, 2.0
 _ENOUGH, _SURE = 64, 0.25
 _TOO_NEAR = 1e-9
 
@@ -112,6 +112,11 @@ class BaseModel:
         self.error = _error(self, ticks)
         """Mean relative error over the ticks it was fitted to."""
         self.budget = budget or self._knee()
+        """Tokens of a full tick of a job alone."""
+        self.budgets = self._budgets()
+        """Tokens that a full tick may be set to: small ones are fast, large ones cheap a token."""
+        self.token_s = min(self.tick_s(size) / size for size in self.budgets)
+        """Of a token, at its cheapest."""
         self._alone: dict[tuple[Load, int], float] = {}
 
     def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16, *, checkpointing: bool = False) -> float:
@@ -123,13 +128,20 @@ class BaseModel:
         """Of an optimizer step of one job that has so many GPUs to itself. More than one: modelled."""
         known = self._alone.get((load, gpus))
         if known is None:
-            part = load.part(gpus)
-            whole = self.tick_s(part, 1, load.rank)
-            cut = part / self.budget * self.tick_s(self.budget, 1, load.rank)
-            known = min(whole, cut) if part > self.budget else whole
-            known += self.reduce_s(load.rank, gpus)
+            known = self.cut(load.part(gpus), load.rank)[1] + self.reduce_s(load.rank, gpus)
             self._alone[load, gpus] = known
         return known
+
+    def cut(self, tokens: float, rank: int) -> tuple[float, float]:
+        """Of one job alone on a GPU: tokens of each of its ticks, and seconds of a step of so many. One tick, or full
+        ones of the budget, whichever is faster and fits."""
+        whole_s = self.tick_s(tokens, 1, rank)
+        if tokens <= self.budget:
+            return tokens, whole_s
+        full_s = tokens / self.budget * self.tick_s(self.budget, 1, rank)
+        if whole_s <= full_s and tokens <= self.most_tokens(rank):
+            return tokens, whole_s
+        return float(self.budget), full_s
 
     def best_alone_s(self, load: Load, gpus: int) -> float:
         """The same, with as many of the GPUs as help."""
@@ -167,11 +179,21 @@ class BaseModel:
         """Modelled, of useful tokens."""
         return _FLOPS_PER_PARAMETER * self.parameters * tokens
 
-    def _knee(self) -> int:
-        sizes = [64 * 2**at for at in range(20) if 64 * 2**at <= self.curve.knots[-1]] or [int(self.curve.knots[-1])]
-        costs = {size: self.tick_s(size, 1, 16) / size for size in sizes}
+    def _budgets(self) -> tuple[int, ...]:
+        costs = {size: self.tick_s(size) / size for size in self._sizes()}
         best = min(costs.values())
-        return int(min(size for size in sizes if costs[size] <= _NEAR_BEST * best))
+        useful = [size for size in costs if costs[size] <= _DEAREST * best]
+        cheap = min((size for size in useful if costs[size] <= _CHEAPEST * best), default=useful[-1])
+        return tuple(size for size in useful if size <= max(cheap, self.budget))
+
+    def _sizes(self) -> list[int]:
+        last = self.curve.knots[-1]
+        return [64 * 2**at for at in range(20) if 64 * 2**at <= last] or [int(last)]
+
+    def _knee(self) -> int:
+        costs = {size: self.tick_s(size) / size for size in self._sizes()}
+        best = min(costs.values())
+        return int(min(size for size in costs if costs[size] <= _NEAR_BEST * best))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tlora.capacity import Load
 
@@ -16,26 +16,30 @@ from tlora.capacity import Load
 class Model(Protocol):
     """What is asked of a base's capacity; `capacity.BaseModel` is one."""
 
-    budget: int
-    memory_bytes: float
+    budgets: tuple[int, ...]
+    token_s: float
 
     def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16) -> float: ...
+    def cut(self, tokens: float, rank: int) -> tuple[float, float]: ...
     def alone_s(self, load: Load, gpus: int = 1) -> float: ...
     def best_alone_s(self, load: Load, gpus: int) -> float: ...
     def reduce_s(self, rank: int, gpus: int, nodes: int = 1) -> float: ...
-    def peak_bytes(self, tokens: float, rank_sum: int) -> float: ...
+    def most_tokens(self, rank_sum: int) -> float: ...
 
 
 class Unmeasured:
-    """Of a base of which nothing is known yet: a tick takes what it takes, and holds so many jobs."""
+    """Of a base of which nothing is known yet: a tick takes what it takes, and holds so many jobs of a token each."""
 
-    memory_bytes = math.inf
+    token_s = 0.0
 
     def __init__(self, jobs_per_worker: int):
-        self.budget = jobs_per_worker
+        self.budgets: tuple[int, ...] = (jobs_per_worker,)
 
     def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16) -> float:
         return 1.0
+
+    def cut(self, tokens: float, rank: int) -> tuple[float, float]:
+        return tokens, 1.0
 
     def alone_s(self, load: Load, gpus: int = 1) -> float:
         return 1.0
@@ -46,16 +50,31 @@ class Unmeasured:
     def reduce_s(self, rank: int, gpus: int, nodes: int = 1) -> float:
         return 0.0
 
-    def peak_bytes(self, tokens: float, rank_sum: int) -> float:
-        return 0.0
+    def most_tokens(self, rank_sum: int) -> float:
+        return math.inf
 
 
-Claim = tuple[float, str, float, float, int]
-"""What a job asks of one worker's ticks: urgency (the lower the more urgent), name, tokens of a step, the longest that
-its step may take there, rank."""
-_ROUNDING = 1.0 + 1e-9
+class Claim(NamedTuple):
+    """What a job asks of one worker's ticks."""
+
+    key: float
+    """Of urgency: the lower, the more urgent."""
+    name: str
+    part: float
+    """Tokens of a step."""
+    allowed_s: float
+    """The longest that its step may take there."""
+    rank: int
+    length: float
+    """Tokens of a sequence, which is not cut."""
+    weight: float
+    """What its speed counts for: its step time alone. On several workers, each may be the one that it waits for."""
+
+
+NOTHING = Claim(0.0, "", 0.0, 0.0, 0, 0.0, 0.0)
 UNIT = Load(rank=1, batch=1, length=1)
 """Of a job about which nothing is known."""
+_ROUNDING = 1.0 + 1e-9
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +102,7 @@ class Job:
     fewest: int = 1
     """GPUs with which it can stay within its bound."""
     workers: tuple["Worker", ...] = ()
-    claim: "Claim" = (0.0, "", 0.0, 0.0, 0)
+    claim: Claim = NOTHING
     """On each of its workers."""
     rate: float = 0.0
     """Steps a second."""
@@ -118,8 +137,6 @@ class Worker:
     """Sum over its jobs of the speed here over the speed alone."""
     wanted: float = 0.0
     """Tokens that would be a step of every job here."""
-    floor: float = 0.0
-    """Tokens of a full tick that its jobs need to stay within their bounds."""
     tick_s: float = 0.0
     ready_s: float = 0.0
     """When its base is loaded."""
@@ -158,6 +175,11 @@ class Order:
         for at in range(bisect_left(self.items, (key, "")), len(self.items)):
             yield self.items[at][1]
 
+    def below(self, key: float) -> Iterator[str]:
+        """Names of at most this key, the highest first."""
+        for at in range(bisect_left(self.items, (key, chr(0x10FFFF))) - 1, -1, -1):
+            yield self.items[at][1]
+
     def lowest(self, count: int) -> list[str]:
         return [name for _, name in self.items[:count]]
 
@@ -173,13 +195,8 @@ class Pool:
 
     def __init__(self, model: Model):
         self.model = model
-        self.full_s = model.tick_s(model.budget, 2, 32)
-        self.room = Order()
-        """Busy workers by the tokens that nobody would miss."""
-        self.slack = Order()
-        """Busy workers by the tokens that nobody needs to stay within a bound."""
         self.pressure = Order()
-        """Busy workers by what their jobs would take in one step."""
+        """Busy workers by the tokens that a step of all their jobs takes: the residual capacity, backwards."""
         self.waiting = Order()
         """Jobs by urgency, the most urgent first."""
         self.running = Order()
@@ -206,7 +223,7 @@ class Placements:
 
     def pool(self, base: str) -> Pool:
         if base not in self.pools:
-            self.pools[base] = Pool(self._models.get(base) or Unmeasured(self.jobs_per_worker))
+            self.pools[base] = Pool(self._models.get(base, Unmeasured(self.jobs_per_worker)))
         return self.pools[base]
 
     # --- workers
@@ -240,8 +257,7 @@ class Placements:
             self.num_idle -= 1
         if worker.base:
             pool = self.pool(worker.base)
-            for order in (pool.room, pool.slack, pool.pressure):
-                order.drop(worker.name)
+            pool.pressure.drop(worker.name)
 
     def _index(self, worker: Worker) -> None:
         if worker.is_leaving:
@@ -256,10 +272,6 @@ class Placements:
         if worker.name in nodes.get(worker.node, ()):
             self._unindex(worker)
         pool = self.pool(worker.base)
-        budget = pool.model.budget
-        is_full = len(worker.jobs) >= self.jobs_per_worker
-        pool.room.put(worker.name, 0.0 if is_full else max(budget - worker.wanted, 0.0))
-        pool.slack.put(worker.name, 0.0 if is_full else max(budget - worker.floor, 0.0))
         pool.pressure.put(worker.name, worker.wanted)
 
     # --- jobs on workers
@@ -302,7 +314,8 @@ class Placements:
         if count > 1:
             allowed_s -= pool.model.reduce_s(job.load.rank, count, 2)
         key = pool.running.keys.get(job.name, math.inf)
-        return key, job.name, part_of(pool.model, job, count), allowed_s, job.load.rank
+        part, length = part_of(pool.model, job, count), part_of(pool.model, job, job.load.batch)
+        return Claim(key, job.name, part, allowed_s, job.load.rank, length, job.alone_s)
 
     def take(self, job: Job, now_s: float) -> None:
         """Off its workers."""
@@ -322,12 +335,13 @@ class Placements:
 
     def fill(self, worker: Worker) -> None:
         """Deal a worker's tick to its jobs."""
-        if not worker.jobs:
-            worker.tokens, worker.wanted, worker.floor, worker.tick_s, worker.speed = {}, 0.0, 0.0, 0.0, 0.0
-            return
-        dealt = deal(self.pool(worker.base).model, [job.claim for job in worker.jobs.values()])
-        worker.tokens, worker.wanted, worker.floor, worker.tick_s, _ = dealt
-        worker.speed = sum(job.alone_s * speed_of(dealt, job.claim) / len(job.workers) for job in worker.jobs.values())
+        dealt = deal(self.pool(worker.base).model, [job.claim for job in worker.jobs.values()]) if worker.jobs else FREE
+        worker.tokens, worker.wanted, worker.tick_s, worker.speed = (
+            dealt.tokens,
+            dealt.wanted,
+            dealt.tick_s,
+            dealt.speed,
+        )
 
     def rate_of(self, job: Job) -> float:
         """Steps a second: the slowest of its workers, and the sum of its gradient. More than one worker: modelled."""
@@ -336,8 +350,8 @@ class Placements:
             return 0.0
         if len(job.workers) == 1:
             worker = job.workers[0]
-            return worker.tokens[job.name] / (job.claim[2] * worker.tick_s)
-        part = job.claim[2]
+            return worker.tokens[job.name] / (job.claim.part * worker.tick_s)
+        part = job.claim.part
         slowest = max(part * worker.tick_s / worker.tokens.get(job.name, 1e-9) for worker in job.workers)
         nodes = len({worker.node for worker in job.workers})
         return 1.0 / (slowest + model.reduce_s(job.load.rank, len(job.workers), nodes))
@@ -348,42 +362,73 @@ def part_of(model: Model, job: Job, workers: int) -> float:
     return 1.0 if isinstance(model, Unmeasured) else float(job.load.part(workers))
 
 
-Dealt = tuple[dict[str, float], float, float, float, bool]
-"""Tokens of each job, those that would be a step of all, those that bounds need of a full tick, the tick's time, and
-whether everybody is within its bound."""
+class Dealt(NamedTuple):
+    """How a worker's ticks are dealt."""
+
+    tokens: dict[str, float]
+    """Of a tick, by job."""
+    wanted: float
+    """That would be a step of all."""
+    tick_s: float
+    speed: float
+    """Sum of the jobs' speeds over those alone."""
+    is_within: bool
+    """Everybody is within its bound."""
 
 
-def speed_of(dealt: Dealt, claim: Claim) -> float:
-    """Steps a second."""
-    return dealt[0][claim[1]] / (claim[2] * dealt[3])
+FREE = Dealt({}, 0.0, 0.0, 0.0, True)
 
 
 def deal(model: Model, claims: Sequence[Claim]) -> Dealt:
-    """A worker's tick among jobs: each what its bound needs, the rest to the most urgent, none more than a step."""
-    wanted, ranks = 0.0, 0
+    """The best way to deal a worker's ticks: of the budgets of a tick that keep everybody within its bound, the one of
+    the highest joint speed."""
+    wanted, ranks, longest = 0.0, 0, 0.0
     for claim in claims:
-        wanted += claim[2]
-        ranks += claim[4]
-    budget = model.budget
-    if wanted <= budget:
-        tick_s = model.tick_s(wanted, len(claims), ranks)
-        full_s = model.tick_s(budget, len(claims), ranks)
-        floor, within = 0.0, True
-        for _, _, part, allowed_s, _ in claims:
-            floor += part * full_s / allowed_s if allowed_s > 0.0 else budget
-            within = within and tick_s <= allowed_s * _ROUNDING
-        return {claim[1]: claim[2] for claim in claims}, wanted, floor, tick_s, within
-    tick_s = model.tick_s(budget, len(claims), ranks)
-    floors = [part * tick_s / allowed_s if allowed_s > 0.0 else budget for _, _, part, allowed_s, _ in claims]
-    floor = sum(floors)
-    within = floor <= budget * _ROUNDING and all(
-        need <= claim[2] * _ROUNDING for need, claim in zip(floors, claims, strict=True)
-    )
-    left, tokens = budget - floor, {}
-    for (_, name, part, _, _), need in sorted(zip(claims, floors, strict=True)):
-        more = max(min(part - need, left), 0.0)
-        tokens[name] = need + more
-        left -= more
+        wanted += claim.part
+        ranks += claim.rank
+        longest = max(longest, claim.length)
     if len(claims) == 1:
-        tokens[name] = float(budget)
-    return tokens, wanted, floor, tick_s, within
+        return _deal_alone(model, claims[0])
+    fitting, best = model.most_tokens(ranks), None
+    for budget in model.budgets:
+        if budget < longest and budget is not model.budgets[-1]:
+            continue
+        tokens = min(wanted, budget)
+        dealt = _deal_at(claims, tokens, wanted, model.tick_s(tokens, len(claims), ranks))
+        if tokens > fitting:
+            dealt = dealt._replace(is_within=False)
+        if best is None or (dealt.is_within, dealt.speed) > (best.is_within, best.speed):
+            best = dealt
+        if wanted <= budget:
+            break
+    assert best is not None
+    return best
+
+
+def _deal_alone(model: Model, claim: Claim) -> Dealt:
+    tokens, step_s = model.cut(claim.part, claim.rank)
+    is_within = step_s <= claim.allowed_s * _ROUNDING
+    return Dealt({claim.name: tokens}, claim.part, step_s * tokens / claim.part, claim.weight / step_s, is_within)
+
+
+def _deal_at(claims: Sequence[Claim], budget: float, wanted: float, tick_s: float) -> Dealt:
+    """Ticks of a budget: each job has what its bound needs, the rest goes to the most urgent, none has more than a
+    step."""
+    if wanted <= budget:
+        speed = sum(claim.weight for claim in claims) / tick_s
+        is_within = all(tick_s <= claim.allowed_s * _ROUNDING for claim in claims)
+        return Dealt({claim.name: claim.part for claim in claims}, wanted, tick_s, speed, is_within)
+    left, is_within, needs = budget, True, []
+    for claim in claims:
+        need = claim.part * tick_s / claim.allowed_s if claim.allowed_s > 0.0 else budget
+        is_within = is_within and need <= claim.part * _ROUNDING
+        left -= need
+        needs.append(need)
+    is_within = is_within and left >= -1e-6 * budget
+    tokens, speed = {}, 0.0
+    for claim, need in sorted(zip(claims, needs, strict=True)):
+        more = max(min(claim.part - need, left), 0.0)
+        left -= more
+        tokens[claim.name] = need + more
+        speed += claim.weight * (need + more) / (claim.part * tick_s)
+    return Dealt(tokens, wanted, tick_s, speed, is_within)

@@ -4,10 +4,11 @@ Called by `scheduling.schedule` alone, on a state that it leaves as it will be o
 """
 
 import math
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from tlora.placement import Job, Model, Pool, Unmeasured, Worker, deal, part_of, speed_of
+from tlora.placement import Job, Model, Pool, Unmeasured, Worker, deal
 
 if TYPE_CHECKING:
     from tlora.scheduling import ClusterState, Plan
@@ -16,6 +17,8 @@ _TRIES = 4
 """Candidates that are looked at before the next way is tried."""
 _WORTH = 1.01
 """Joint over apart, from where on a merge counts as a gain."""
+_FASTER = 0.9
+"""Step time on more workers over that before, below which a job gets them."""
 
 
 class Planner:
@@ -91,12 +94,14 @@ class Planner:
 
     def _admit(self, job: Job, *, can_preempt: bool) -> bool:
         """Find it a place; whether there was one."""
-        state, quota = self.state, self.rules.quotas.get(job.user)
+        state = self.state
         waiting, held = state.pool(job.base).waiting, state.by_quota.setdefault(job.user, {})
-        if quota is not None and state.used.get(job.user, 0) + job.fewest > quota:
+        if self._allowance(job) < job.fewest:
             waiting.drop(job.name)
             held[job.name] = None
-            self.made.reasons[job.name] = f"waits for the quota of user {job.user!r}: {quota} worker(s)"
+            self.made.reasons[job.name] = (
+                f"waits for the quota of user {job.user!r}: {self.rules.quotas[job.user]} worker(s)"
+            )
             return False
         if held.pop(job.name, 0) is None:
             waiting.put(job.name, state.key(job))
@@ -105,39 +110,40 @@ class Planner:
         self.made.reasons[job.name] = "waits: every worker that could take it is full, and none of its jobs gives way"
         return False
 
-    def _find(self, job: Job, can_preempt: bool) -> str:
+    def _allowance(self, job: Job) -> float:
+        """Workers that it may be on."""
+        return self.rules.quotas.get(job.user, math.inf) - self.state.used.get(job.user, 0) + len(job.workers)
+
+    def _find(self, job: Job, can_preempt: bool) -> bool:
         pool = self.state.pool(job.base)
         others_wait = len(pool.waiting) > 1
         most = job.fewest if others_wait and self.rules.is_elastic else self._useful(job, pool.model)
-        joining = self._room(job, pool) if self.rules.shares else None
-        if self._take_idle(job, most, joining is not None):
-            return self.made.reasons[job.name]
-        if joining:
-            return self._put(job, joining, "joins workers with room for it: nobody is slowed beyond a fuller tick")
+        if self._take_idle(job, most, [job.base]):
+            return True
+        joined = self._partners(job, pool) if self.rules.shares else []
+        others = sorted(self.state.idle.keys() - {job.base})
+        if others and (not joined or self._repays_load(job)) and self._take_idle(job, most, others):
+            return True
+        if joined:
+            self._join(job, joined)
+            return True
         if isinstance(pool.model, Unmeasured):
-            return ""
+            return False
         if self.rules.is_elastic and self._reclaim(job, pool):
-            return self.made.reasons[job.name]
-        if self.rules.shares and job.fewest == 1 and (merged := self._merge(job, pool)):
-            return merged
-        if self.rules.preempts and can_preempt and self._preempt(job, pool):
-            return self.made.reasons[job.name]
-        return ""
+            return True
+        return self.rules.preempts and can_preempt and self._preempt(job, pool)
 
     def _useful(self, job: Job, model: Model) -> int:
         """GPUs that it goes fastest on, of those that it asks for."""
         if not job.can_split:
             return 1
-        counts = range(1, min(job.gpus, job.load.batch) + 1)
+        counts = range(1, int(min(job.gpus, job.load.batch, self._allowance(job))) + 1)
         return max(job.fewest, min(counts, key=lambda count: (round(model.alone_s(job.load, count), 6), count)))
 
-    def _take_idle(self, job: Job, most: int, has_choice: bool) -> bool:
-        """Workers without jobs, as many as it can use and there are: its base's, else such as have to load it, if there
-        is no better choice."""
-        state = self.state
-        others = () if has_choice and not self._repays_load(job) else sorted(state.idle.keys() - {job.base})
+    def _take_idle(self, job: Job, most: int, bases: Sequence[str]) -> bool:
+        """Workers without jobs that have, or will have to load, its base: as many as it can use and there are."""
         for count in sorted({max(most >> by, job.fewest) for by in range(most.bit_length())}, reverse=True):
-            for base in (job.base, *others):
+            for base in bases:
                 if workers := self._idle(base, count):
                     self._load(workers, job.base)
                     self._put(job, workers, f"{count} idle worker(s)" + ("" if base == job.base else ", base loaded"))
@@ -167,41 +173,45 @@ class Planner:
                 chosen += sorted(nodes[node])[: count - len(chosen)]
         return [self.state.workers[name] for name in chosen]
 
-    def _room(self, job: Job, pool: Pool) -> list[Worker] | None:
-        """Workers with tokens that nobody would miss: the least room that holds a whole step (binary cut), else the
-        most that keeps it within its bound. Of a base not measured: the most."""
-        _, _, part, allowed_s, _ = self.state.claim_of(job, job.fewest)
-        least = min(part * pool.full_s / allowed_s, part) if allowed_s > 0.0 else part
-        found: list[Worker] = []
-        if isinstance(pool.model, Unmeasured):
-            names = [name for _, name in sorted((-key, name) for key, name in pool.room.items)]
-        else:
-            wholly = () if part >= pool.model.budget else islice(pool.room.from_key(part), _TRIES)
-            names = list(dict.fromkeys((*wholly, *pool.room.highest(_TRIES + job.fewest))))
+    def _partners(self, job: Job, pool: Pool) -> list[tuple[Worker, float]]:
+        """The paper's search: a binary cut, in the order of residual capacity, at what the job asks for; of the workers
+        beside it, those with the most left and the full ones, where the joint speed is the most above that apart.
+        Returned with that joint speed; none if there are not enough."""
+        model, count = pool.model, job.fewest
+        claim = self.state.claim_of(job, count)
+        if claim.weight < _WORTH * claim.part * pool.model.token_s:
+            return []  # its tokens are as dear among others as alone
+        most = model.budgets[-1]
+        names = dict.fromkeys(
+            (
+                *pool.pressure.lowest(_TRIES + count),
+                *islice(pool.pressure.below(most - claim.part), _TRIES // 2),
+                *islice(pool.pressure.from_key(most), _TRIES // 2),
+            )
+        )
+        gains = []
         for name in names:
-            if pool.room.keys[name] < least or pool.room.keys[name] <= 0.0:
-                continue
             worker = self.state.workers[name]
-            if self._fits(job, worker, pool, job.fewest):
-                found.append(worker)
-                if len(found) == job.fewest:
-                    return found
-        return None
+            joint = self._joint(job, worker, pool, count)
+            if joint > worker.speed * _WORTH:
+                gains.append((joint - worker.speed, joint, worker))
+        gains.sort(key=lambda gain: -gain[0])
+        return [(worker, joint) for _, joint, worker in gains[:count]] if len(gains) >= count else []
 
-    def _fits(self, job: Job, worker: Worker, pool: Pool, count: int) -> float:
-        """The joint speed if it joins, with everybody within its bound and all in memory; 0: it cannot."""
-        others = [other for other in worker.jobs.values() if other is not job]
-        ranks = job.load.rank + sum(other.load.rank for other in others)
+    def _joint(self, job: Job, worker: Worker, pool: Pool, count: int) -> float:
+        """Joint speed if it joins, here and on others, `count` in all; 0: somebody would be beyond its bound, or memory
+        would not do."""
+        others = [other.claim for other in worker.jobs.values() if other is not job]
         if len(others) >= self.state.jobs_per_worker:
             return 0.0
-        if pool.model.peak_bytes(pool.model.budget, ranks) > pool.model.memory_bytes:
-            return 0.0
-        claim = (self.state.key(job), *self.state.claim_of(job, count)[1:])
-        dealt = deal(pool.model, [*(other.claim for other in others), claim])
-        if not dealt[4]:
-            return 0.0
-        joint = sum(other.alone_s * speed_of(dealt, other.claim) / len(other.workers) for other in others)
-        return joint + job.alone_s * speed_of(dealt, claim) / count
+        claim = self.state.claim_of(job, count)._replace(key=self.state.key(job), weight=job.alone_s / count)
+        dealt = deal(pool.model, [*others, claim])
+        return dealt.speed if dealt.is_within else 0.0
+
+    def _join(self, job: Job, partners: list[tuple[Worker, float]]) -> None:
+        worker, joint = partners[0]
+        text = f"joins {len(worker.jobs)} job(s): joint speed {joint:.2f} beats {worker.speed:.2f} apart"
+        self._put(job, [worker for worker, _ in partners], text)
 
     def _reclaim(self, job: Job, pool: Pool) -> bool:
         """Take back from a job on more workers than it needs: the half that it does not keep."""
@@ -212,31 +222,15 @@ class Planner:
             if freed < job.fewest or other is job:
                 continue
             keep = other.workers[:kept]
-            if not all(self._fits(other, worker, pool, kept) for worker in keep):
+            if not all(self._joint(other, worker, pool, kept) for worker in keep):
                 continue
             self._resize(other, keep, f"gives {freed} worker(s) to {job.name}")
-            if self._take_idle(job, job.fewest, has_choice=False):
+            if self._take_idle(job, job.fewest, [job.base]):
                 return True
-            if self.rules.shares and (joining := self._room(job, pool)):
-                self._put(job, joining, f"room that {name} gave back")
+            if self.rules.shares and (joined := self._partners(job, pool)):
+                self._join(job, joined)
                 return True
         return False
-
-    def _merge(self, job: Job, pool: Pool) -> str:
-        """The paper's merge: binary cut over workers by what they could give, then those to the right of it."""
-        _, _, part, allowed_s, _ = self.state.claim_of(job, 1)
-        least = part * pool.full_s / allowed_s
-        gain = job.alone_s * pool.model.budget / (part * pool.full_s)
-        if least > part or gain < _WORTH:
-            return ""  # a token of it is as dear among others
-        names = list(islice(pool.slack.from_key(least), _TRIES))
-        for name in dict.fromkeys((*names, *pool.slack.highest(2))):
-            worker = self.state.workers[name]
-            joint = self._fits(job, worker, pool, 1) if pool.slack.keys[name] >= least else 0.0
-            if joint > worker.speed * _WORTH:
-                text = f"merged with {len(worker.jobs)} job(s): joint throughput {joint:.2f} beats {worker.speed:.2f}"
-                return self._put(job, [worker], text)
-        return ""
 
     def _preempt(self, job: Job, pool: Pool) -> bool:
         """Take the place of a job that has far longer to go."""
@@ -259,15 +253,15 @@ class Planner:
             pool.waiting.put(name, theirs)
             self.state.has_room = True
             self.made.reasons[name] = f"makes room for {job.name}, which has less to go; waits, saved"
-            if self._take_idle(job, job.fewest, has_choice=False):
+            if self._take_idle(job, job.fewest, [job.base]):
                 return True
-            chosen = [worker for worker in freed if self._fits(job, worker, pool, job.fewest)][: job.fewest]
+            chosen = [worker for worker in freed if self._joint(job, worker, pool, job.fewest)][: job.fewest]
             if len(chosen) == job.fewest:
                 self._put(job, chosen, f"takes the place of {name}, which has longer to go")
                 return True
         return False
 
-    def _put(self, job: Job, workers: list[Worker], reason: str) -> str:
+    def _put(self, job: Job, workers: list[Worker], reason: str) -> None:
         state, pool = self.state, self.state.pool(job.base)
         pool.waiting.drop(job.name)
         state.by_quota.get(job.user, {}).pop(job.name, None)
@@ -276,7 +270,6 @@ class Planner:
         begin_s = max(self.now_s, *(worker.ready_s for worker in workers)) + self.costs.attach_s
         state.place(job, workers, begin_s, self.now_s)
         self._note(job, reason)
-        return reason
 
     def _resize(self, job: Job, workers: tuple[Worker, ...], reason: str) -> None:
         """Other workers for one that has some."""
@@ -320,27 +313,27 @@ class Planner:
         """Give the jobs of a worker more room, if that repays itself."""
         state, model = self.state, pool.model
         movable = [job for job in worker.jobs.values() if job.can_move]
-        for job in sorted(movable, key=lambda job: (-part_of(model, job, len(job.workers)), job.name))[:2]:
+        for job in sorted(movable, key=lambda job: (-job.claim[2], job.name))[:2]:
             count = len(job.workers)
-            if len(worker.jobs) > 1 and count == 1:
+            keep: tuple[Worker, ...] = ()
+            if count == 1 and len(worker.jobs) > 1:
                 more, cost_s = 1, self.costs.move_s
-            elif job.can_split and 2 * count <= job.load.batch:
-                more, cost_s = count, self.costs.split_s
+            elif job.can_split and 2 * count <= min(job.load.batch, self._allowance(job)):
+                keep, more, cost_s = job.workers, count, self.costs.split_s
             else:
                 continue
-            new_count = count + more if more == count and len(worker.jobs) == 1 else 1
-            base = next((base for base in (job.base, "", *sorted(state.idle)) if self._idle(base, more)), None)
+            base = next(
+                (base for base in (job.base, *sorted(state.idle.keys() - {job.base})) if self._idle(base, more)), None
+            )
             if base is None:
                 continue
             cost_s += self.costs.load_s if base != job.base else 0.0
             job.done_by(self.now_s)
-            before_s = 1.0 / job.rate if job.rate else math.inf
-            after_s = model.alone_s(job.load, max(new_count, 1))
-            if job.remaining * (before_s - after_s) < self.rules.repay * cost_s or after_s > 0.9 * before_s:
+            before_s, after_s = 1.0 / job.rate, model.alone_s(job.load, len(keep) + more)
+            if job.remaining * (before_s - after_s) < self.rules.repay * cost_s or after_s > _FASTER * before_s:
                 continue
             new = self._idle(base, more)
             self._load(new, job.base)
-            keep = () if new_count == 1 else job.workers
-            self._resize(job, (*keep, *new), f"{len(new)} idle worker(s): {before_s / after_s:.2f} × as fast")
+            self._resize(job, (*keep, *new), f"{more} idle worker(s): {before_s / after_s:.2f} × as fast")
             return True
         return False

@@ -139,15 +139,20 @@ class ClusterState(Placements):
             (
                 count
                 for count in range(1, job.load.batch + 1)
-                if model.alone_s(job.load, count) <= job.bound * job.alone_s * 0.999
+                if self._split_s(job, count) <= job.bound * job.alone_s * (1.0 + 1e-9)
             ),
-            job.load.batch,
+            min(range(1, job.load.batch + 1), key=lambda count: self._split_s(job, count)),
         )
         if not job.can_split:
             job.fewest = 1
         self.jobs[job.name] = job
         patience_s = self.rules.patience_s + self.rules.patience_lone * job.remaining * job.alone_s
         insort(self.deadlines, (job.submitted_s + patience_s, job.name))
+
+    def _split_s(self, job: Job, count: int) -> float:
+        """Step time of a job on so many workers, wherever they are."""
+        model, rank = self.pool(job.base).model, job.load.rank
+        return model.alone_s(job.load, count) - model.reduce_s(rank, count) + model.reduce_s(rank, count, 2)
 
     def _wait(self, job: Job) -> None:
         self.pool(job.base).waiting.put(job.name, self.key(job))
@@ -192,7 +197,7 @@ class ClusterState(Placements):
         if self.rules.urgency == "submitted" or isinstance(pool.model, Unmeasured):
             return job.submitted_s - job.priority * 1e9
         part = part_of(pool.model, job, 1)
-        return job.remaining * part * pool.full_s / pool.model.budget / self.rules.priority_factor**job.priority
+        return job.remaining * part * pool.model.token_s / self.rules.priority_factor**job.priority
 
     @property
     def num_waiting(self) -> int:

@@ -60,11 +60,12 @@ def _demand(state: "ClusterState", base: str) -> int:
     names = (*pool.waiting.keys, *pool.running.keys)
     if isinstance(pool.model, Unmeasured):
         return ceil(len(names) / state.jobs_per_worker)
-    needs = 0.0
+    budget, needs = pool.model.budgets[-1], 0.0
+    full_s = pool.model.tick_s(budget)
     for name in names:
-        _, _, part, allowed_s, _ = state.claim_of(state.jobs[name], 1)
-        needs += min(part * pool.full_s / allowed_s, pool.model.budget) if allowed_s > 0.0 else pool.model.budget
-    return max(ceil(needs / pool.model.budget), ceil(len(names) / state.jobs_per_worker))
+        claim = state.claim_of(state.jobs[name], 1)
+        needs += min(claim.part * full_s / max(claim.allowed_s, full_s), budget)
+    return max(ceil(needs / budget), ceil(len(names) / state.jobs_per_worker))
 
 
 def _wait(has_group: bool, coming: int, room: int, max_workers: int) -> str:
