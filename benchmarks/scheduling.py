@@ -19,24 +19,17 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import results
-from tlora import baselines, traces
+from tlora import replays, traces
 from tlora.capacity import Capacity, Load
 from tlora.placement import Job, Worker
-from tlora.scheduling import ClusterState, Rules, schedule
-from tlora.simulate import Replay, Simulator
+from tlora.scheduling import ClusterState, schedule
+from tlora.simulate import Replay
 from tlora.traces import TraceJob
 
 BASES = ("llama-8b", "qwen3-8b")
 GPUS = {"philly": {0.7: 376, 1.0: 264, 1.5: 176}, "acme": dict.fromkeys((0.7, 1.0, 1.5), 128)}
 DAYS, BOUND = 7.0, 3.0
 SEEDS = (0, 1, 2)
-ABLATIONS = {
-    "no-sharing": Rules(shares=False),
-    "sharing-fcfs": Rules(urgency="submitted", preempts=False),
-    "no-elasticity": Rules(is_elastic=False),
-    "no-preemption": Rules(preempts=False),
-}
-BASELINES = ("fcfs", "easy", "sjf-oracle", "fifo-grouping", "fifo-spread")
 GOALS: dict[tuple[str, float, str], float] = {
     **{(trace, load, way): goal for trace, load in (("acme", 1.0), ("acme", 1.5), ("philly", 1.5))
        for way, goal in (("fcfs", 5.4), ("easy", 2.3), ("fifo-grouping", 2.0), ("fifo-spread", 2.0))},
@@ -91,20 +84,9 @@ class Bench:
 
     def play(self, cell: Cell, way: str, seed: int) -> Replay:
         jobs = self.jobs(cell, seed)
-        if way in baselines.ALONE:
-            return baselines.alone(
-                way, self.capacity, jobs, cell.gpus, measure=cell.measure, is_backlog=cell.is_backlog, bound=BOUND
-            )
-        if way in ("fifo-grouping", "fifo-spread"):
-            return baselines.FifoGrouping(
-                self.capacity, jobs, cell.gpus, measure=cell.measure, is_backlog=cell.is_backlog, bound=BOUND,
-                spreads=way == "fifo-spread",
-            ).run()  # fmt: skip
-        rules = ABLATIONS.get(way, Rules())
-        return Simulator(
-            self.capacity, jobs, cell.gpus, measure=cell.measure, is_backlog=cell.is_backlog, rules=rules, bound=BOUND,
-            way=way,
-        ).run()  # fmt: skip
+        return replays.play(
+            way, self.capacity, jobs, cell.gpus, measure=cell.measure, is_backlog=cell.is_backlog, bound=BOUND
+        )
 
     def utilisation(self, replay: Replay, jobs: Sequence[TraceJob]) -> float:
         bases = {job.name: job.base for job in jobs}
@@ -152,7 +134,7 @@ def seeds_text(values: Sequence[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values)
 
 
-def replays(bench: Bench, measures: Sequence[str], *, is_backlog: bool) -> None:
+def replay_all(bench: Bench, measures: Sequence[str], *, is_backlog: bool) -> None:
     """All ways of scheduling, on all traces and loads."""
     for trace, sizes in GPUS.items():
         for load in (1.0,) if is_backlog else sizes:
@@ -161,7 +143,7 @@ def replays(bench: Bench, measures: Sequence[str], *, is_backlog: bool) -> None:
 
 
 def replay_cell(bench: Bench, cell: Cell) -> None:
-    ways = ("tlora", *BASELINES, *(ABLATIONS if cell.measure == "own" else ()))
+    ways = replays.WAYS if cell.measure == "own" else ("tlora", *replays.BASELINES)
     played = {way: [summary(bench, cell, way, seed) for seed in bench.seeds] for way in ways}
     ours = played["tlora"]
     rows = list(backlog_rows(bench, cell, played) if cell.is_backlog else completion_rows(bench, cell, played))
@@ -264,8 +246,8 @@ def plan_times(bench: Bench, num_jobs: int, events: int) -> list[float]:
 
 PARTS: dict[str, Callable[[Bench], None]] = {
     "planning": planning,
-    "completion": partial(replays, measures=("own", "peft"), is_backlog=False),
-    "backlog": partial(replays, measures=("own", "peft"), is_backlog=True),
+    "completion": partial(replay_all, measures=("own", "peft"), is_backlog=False),
+    "backlog": partial(replay_all, measures=("own", "peft"), is_backlog=True),
 }
 
 

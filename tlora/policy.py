@@ -193,7 +193,7 @@ class Planner:
         for name in names:
             worker = self.state.workers[name]
             joint = self._joint(job, worker, pool, count)
-            if joint > worker.speed * _WORTH:
+            if joint > worker.speed + self.rules.gain:
                 gains.append((joint - worker.speed, joint, worker))
         gains.sort(key=lambda gain: -gain[0])
         return [(worker, joint) for _, joint, worker in gains[:count]] if len(gains) >= count else []

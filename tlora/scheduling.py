@@ -49,6 +49,8 @@ class Rules:
     """A job has waited as long as it may after `patience_s` and so many times its predicted time alone."""
     preempt_factor: float = 2.0
     """How much longer a job must have to go than the one that takes its place."""
+    gain: float = 0.3
+    """How many lone jobs' speed a merge must add: the joint speed less that apart."""
     repay: float = 10.0
     """A change must gain so many times what it costs."""
     priority_factor: float = 4.0

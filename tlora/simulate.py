@@ -92,6 +92,9 @@ class Faults:
     seed: int = 0
 
 
+NO_FAULTS = Faults()
+
+
 @dataclass(slots=True)
 class _Run:
     """The truth of one job."""
@@ -125,7 +128,7 @@ class Simulator:
         measure: str = "own",
         rules: Rules = RULES,
         costs: Costs = COSTS,
-        faults: Faults = Faults(),
+        faults: Faults = NO_FAULTS,
         bound: float = 3.0,
         way: str = "tlora",
         is_backlog: bool = False,

@@ -41,7 +41,10 @@ LAYERS = {
     "tlora.cli": FRONT,
     "tlora.__main__": FRONT,
 }
-PURE = ("tlora.scheduling", "tlora.simulate", "tlora.job", "tlora.errors")
+PURE = tuple(
+    f"tlora.{name}"
+    for name in "scheduling policy placement sizing capacity simulate baselines replays traces report".split()
+) + ("tlora.job", "tlora.errors")
 HEAVY = {"torch", "transformers", "ray", "triton", "peft", "datasets", "wandb"}
 
 
