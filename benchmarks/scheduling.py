@@ -100,7 +100,8 @@ class Bench:
         for job in self.jobs(cell, seed):
             model = self.capacity.models[job.base]
             alone_s = traces.lone_step_s(self.capacity, job, cell.measure)
-            times.append(job.duration_s * model.best_alone_s(job.load, job.load.batch) / alone_s)
+            fastest_s = min(model.fastest_s(job.load, count) for count in range(1, job.load.batch + 1))
+            times.append(job.duration_s * fastest_s / alone_s)
         return statistics.mean(times)
 
     def row(self, name: str, shape: str, ours: float, against: str, theirs: float, target: float | None, unit: str,

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Modelled:
 MODELLED = Modelled()
 _FLOPS_PER_PARAMETER = 4
 """Of one token, forward and backward over a frozen base: there is no product for its weights' gradient."""
+_STEP = 1.25
 _NEAR_BEST, _CHEAPEST, _DEAREST = 1.03, 1.01, 2.0
 _ENOUGH, _SURE = 64, 0.25
 _TOO_NEAR = 1e-9
@@ -76,7 +78,11 @@ class Tick:
 
 
 class Curve:
-    """Seconds over tokens: linear between knots, never falling, beyond the last one as steep as it was on the whole."""
+    """Seconds over tokens: linear between knots, never falling, beyond the last one as steep as it was on the whole.
+
+    Where they rise faster than the tokens do, there is a step (ticks up to some size are replayed as CUDA graphs), and
+    it is taken to be right after the lower knot.
+    """
 
     def __init__(self, knots: Sequence[float], seconds: Sequence[float]):
         self.knots, self.seconds = list(map(float, knots)), list(map(float, seconds))
@@ -95,6 +101,8 @@ class Curve:
             return seconds[0]
         if at == len(knots):
             return seconds[-1] + (tokens - knots[-1]) * self.slope
+        if tokens > knots[at - 1] and seconds[at] * knots[at - 1] > _STEP * seconds[at - 1] * knots[at]:
+            return seconds[at]
         part = (tokens - knots[at - 1]) / (knots[at] - knots[at - 1])
         return seconds[at - 1] + part * (seconds[at] - seconds[at - 1])
 
@@ -118,6 +126,7 @@ class BaseModel:
         self.token_s = min(self.tick_s(size) / size for size in self.budgets)
         """Of a token, at its cheapest."""
         self._alone: dict[tuple[Load, int], float] = {}
+        self._fastest: dict[tuple[Load, int], float] = {}
 
     def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16, *, checkpointing: bool = False) -> float:
         """Of a tick of so many tokens from so many jobs, whose ranks sum to `rank_sum` and share the tokens evenly."""
@@ -125,27 +134,37 @@ class BaseModel:
         return seconds * (MODELLED.checkpointing_time if checkpointing else 1.0)
 
     def alone_s(self, load: Load, gpus: int = 1) -> float:
-        """Of an optimizer step of one job that has so many GPUs to itself. More than one: modelled."""
-        known = self._alone.get((load, gpus))
-        if known is None:
-            known = self.cut(load.part(gpus), load.rank)[1] + self.reduce_s(load.rank, gpus)
-            self._alone[load, gpus] = known
-        return known
-
-    def cut(self, tokens: float, rank: int) -> tuple[float, float]:
-        """Of one job alone on a GPU: tokens of each of its ticks, and seconds of a step of so many. One tick, or full
-        ones of the budget, whichever is faster and fits."""
-        whole_s = self.tick_s(tokens, 1, rank)
-        if tokens <= self.budget:
-            return tokens, whole_s
-        full_s = tokens / self.budget * self.tick_s(self.budget, 1, rank)
-        if whole_s <= full_s and tokens <= self.most_tokens(rank):
-            return tokens, whole_s
-        return float(self.budget), full_s
+        """Of an optimizer step of one job that has so many GPUs to itself, in a trainer as it is by default: a step is
+        one tick, as far as it fits into memory. More than one GPU: modelled."""
+        part = load.part(gpus)
+        ticks = max(1, ceil(part / max(self.most_tokens(load.rank), load.length)))
+        return ticks * self.tick_s(part / ticks, 1, load.rank) + self.reduce_s(load.rank, gpus)
 
     def best_alone_s(self, load: Load, gpus: int) -> float:
         """The same, with as many of the GPUs as help."""
-        return min(self.alone_s(load, used) for used in range(1, min(gpus, load.batch) + 1))
+        known = self._alone.get((load, gpus))
+        if known is None:
+            known = min(self.alone_s(load, used) for used in range(1, min(gpus, load.batch) + 1))
+            self._alone[load, gpus] = known
+        return known
+
+    def fastest_s(self, load: Load, gpus: int = 1) -> float:
+        """The same on just so many, with its ticks set to the budget that is best for it."""
+        known = self._fastest.get((load, gpus))
+        if known is None:
+            known = self.cut(load.part(gpus), load.rank, load.length)[1] + self.reduce_s(load.rank, gpus)
+            self._fastest[load, gpus] = known
+        return known
+
+    def cut(self, tokens: float, rank: int, length: float) -> tuple[float, float]:
+        """Of one job alone on a GPU: tokens of each of its ticks, and seconds of a step of so many. One tick, or full
+        ones of a budget that holds a sequence of `length`, whichever is fastest and fits."""
+        options = [(tokens, self.tick_s(tokens, 1, rank))] if tokens <= self.most_tokens(rank) else []
+        for budget in self.budgets:
+            size = max(budget // length, 1) * length  # sequences are not cut
+            if size < tokens:
+                options.append((float(size), tokens / size * self.tick_s(size, 1, rank)))
+        return min(options or [(tokens, self.tick_s(tokens, 1, rank))], key=lambda option: option[1])
 
     def reduce_s(self, rank: int, gpus: int, nodes: int = 1) -> float:
         """Of summing a job's gradient over the GPUs that it is split over. Modelled."""

@@ -20,8 +20,8 @@ class Model(Protocol):
     token_s: float
 
     def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16) -> float: ...
-    def cut(self, tokens: float, rank: int) -> tuple[float, float]: ...
-    def alone_s(self, load: Load, gpus: int = 1) -> float: ...
+    def cut(self, tokens: float, rank: int, length: float) -> tuple[float, float]: ...
+    def fastest_s(self, load: Load, gpus: int = 1) -> float: ...
     def best_alone_s(self, load: Load, gpus: int) -> float: ...
     def reduce_s(self, rank: int, gpus: int, nodes: int = 1) -> float: ...
     def most_tokens(self, rank_sum: int) -> float: ...
@@ -38,10 +38,10 @@ class Unmeasured:
     def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16) -> float:
         return 1.0
 
-    def cut(self, tokens: float, rank: int) -> tuple[float, float]:
+    def cut(self, tokens: float, rank: int, length: float) -> tuple[float, float]:
         return tokens, 1.0
 
-    def alone_s(self, load: Load, gpus: int = 1) -> float:
+    def fastest_s(self, load: Load, gpus: int = 1) -> float:
         return 1.0
 
     def best_alone_s(self, load: Load, gpus: int) -> float:
@@ -390,9 +390,7 @@ def deal(model: Model, claims: Sequence[Claim]) -> Dealt:
     if len(claims) == 1:
         return _deal_alone(model, claims[0])
     fitting, best = model.most_tokens(ranks), None
-    for budget in model.budgets:
-        if budget < longest and budget is not model.budgets[-1]:
-            continue
+    for budget in (*(budget for budget in model.budgets[:-1] if budget >= longest), max(model.budgets[-1], longest)):
         tokens = min(wanted, budget)
         dealt = _deal_at(claims, tokens, wanted, model.tick_s(tokens, len(claims), ranks))
         if tokens > fitting:
@@ -406,7 +404,7 @@ def deal(model: Model, claims: Sequence[Claim]) -> Dealt:
 
 
 def _deal_alone(model: Model, claim: Claim) -> Dealt:
-    tokens, step_s = model.cut(claim.part, claim.rank)
+    tokens, step_s = model.cut(claim.part, claim.rank, claim.length)
     is_within = step_s <= claim.allowed_s * _ROUNDING
     return Dealt({claim.name: tokens}, claim.part, step_s * tokens / claim.part, claim.weight / step_s, is_within)
 

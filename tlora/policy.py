@@ -138,7 +138,7 @@ class Planner:
         if not job.can_split:
             return 1
         counts = range(1, int(min(job.gpus, job.load.batch, self._allowance(job))) + 1)
-        return max(job.fewest, min(counts, key=lambda count: (round(model.alone_s(job.load, count), 6), count)))
+        return max(job.fewest, min(counts, key=lambda count: (round(model.fastest_s(job.load, count), 6), count)))
 
     def _take_idle(self, job: Job, most: int, bases: Sequence[str]) -> bool:
         """Workers without jobs that have, or will have to load, its base: as many as it can use and there are."""
@@ -329,7 +329,7 @@ class Planner:
                 continue
             cost_s += self.costs.load_s if base != job.base else 0.0
             job.done_by(self.now_s)
-            before_s, after_s = 1.0 / job.rate, model.alone_s(job.load, len(keep) + more)
+            before_s, after_s = 1.0 / job.rate, model.fastest_s(job.load, len(keep) + more)
             if job.remaining * (before_s - after_s) < self.rules.repay * cost_s or after_s > _FASTER * before_s:
                 continue
             new = self._idle(base, more)

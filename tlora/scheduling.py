@@ -154,7 +154,7 @@ class ClusterState(Placements):
     def _split_s(self, job: Job, count: int) -> float:
         """Step time of a job on so many workers, wherever they are."""
         model, rank = self.pool(job.base).model, job.load.rank
-        return model.alone_s(job.load, count) - model.reduce_s(rank, count) + model.reduce_s(rank, count, 2)
+        return model.fastest_s(job.load, count) - model.reduce_s(rank, count) + model.reduce_s(rank, count, 2)
 
     def _wait(self, job: Job) -> None:
         self.pool(job.base).waiting.put(job.name, self.key(job))

@@ -53,20 +53,24 @@ def test_a_lone_step_is_cut_only_where_that_is_faster_and_must_be_where_it_does_
     for tick in content["ticks"]:
         tick["tick_ms"] *= 1.5 if tick["tokens"] > 8192 else 1.0
     slow = Capacity.of(content).models["left"]
-    tokens, seconds = slow.cut(16384, 16)
-    assert tokens == slow.budget < 16384
+    tokens, seconds = slow.cut(16384, 16, 2048)
+    assert tokens < 16384
     assert seconds < slow.tick_s(16384)
+    assert slow.alone_s(Load(16, 8, 2048)) == slow.tick_s(16384)  # as a trainer does that nobody tells
+    assert slow.fastest_s(Load(16, 8, 2048)) == seconds
+    assert slow.cut(16384, 16, 16384)[0] == 16384
     small = BaseModel(
         [Tick(size, 1, 16, 0.1 + 5e-5 * size, round(1e9 + 1e6 * size)) for size in (512, 4096)],
         parameters=1, layers=1, memory_bytes=4e9, budget=2048,
     )  # fmt: skip
-    assert small.cut(4096, 16)[0] == 2048
+    assert small.cut(4096, 16, 512)[0] < small.most_tokens(16) < 4096
+    assert small.alone_s(Load(16, 8, 512)) == 2 * small.tick_s(2048)
 
 
 def test_several_gpus_take_a_batch_apart_and_pay_for_the_sum(model: BaseModel) -> None:
     load = Load(16, 8, 2048)
     assert model.alone_s(load, 8) == pytest.approx(model.tick_s(2048, 1, 16) + model.reduce_s(16, 8))
-    assert model.alone_s(load, 3) == pytest.approx(model.cut(3 * 2048, 16)[1] + model.reduce_s(16, 3))
+    assert model.alone_s(load, 3) == pytest.approx(model.tick_s(3 * 2048) + model.reduce_s(16, 3))
     assert model.reduce_s(16, 8, nodes=2) > model.reduce_s(16, 8) > 0.0 == model.reduce_s(16, 1)
     assert model.best_alone_s(Load(16, 1, 2048), 8) == model.alone_s(Load(16, 1, 2048), 1)
 

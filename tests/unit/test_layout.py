@@ -41,10 +41,8 @@ LAYERS = {
     "tlora.cli": FRONT,
     "tlora.__main__": FRONT,
 }
-PURE = tuple(
-    f"tlora.{name}"
-    for name in "scheduling policy placement sizing capacity simulate baselines replays traces report".split()
-) + ("tlora.job", "tlora.errors")
+DECIDING = "scheduling policy placement sizing capacity simulate baselines replays traces report"
+PURE = (*(f"tlora.{name}" for name in DECIDING.split()), "tlora.job", "tlora.errors")
 HEAVY = {"torch", "transformers", "ray", "triton", "peft", "datasets", "wandb"}
 
 

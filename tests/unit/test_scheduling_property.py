@@ -177,8 +177,9 @@ def test_without_ageing_it_would_starve(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def two_jobs(loads: tuple[Load, Load], rules: Rules, bound: float = 3.0) -> ClusterState:
-    """On one worker, the second after the first."""
-    state = fresh(rules, workers=1)
+    """On one worker whose small ticks are dear, the second after the first."""
+    state = ClusterState(Capacity.of(made_up.content(floor_ms=190.0)).models, rules=rules)
+    state.come(Worker("w", "n"))
     for at, load in enumerate(loads):
         state.submit(Job(f"j{at}", "left", float(at), load, bound=bound, remaining=1e5))
         schedule(state, float(at))
