@@ -144,7 +144,8 @@ def replay_all(bench: Bench, measures: Sequence[str], *, is_backlog: bool) -> No
 
 
 def replay_cell(bench: Bench, cell: Cell) -> None:
-    ways = replays.WAYS if cell.measure == "own" else ("tlora", *replays.BASELINES)
+    has_ablations = cell.measure == "own" and (cell.is_backlog or cell.load == 1.5)
+    ways = replays.WAYS if has_ablations else ("tlora", *replays.BASELINES)
     played = {way: [summary(bench, cell, way, seed) for seed in bench.seeds] for way in ways}
     ours = played["tlora"]
     rows = list(backlog_rows(bench, cell, played) if cell.is_backlog else completion_rows(bench, cell, played))

@@ -182,11 +182,12 @@ class Planner:
         if claim.weight < _WORTH * claim.part * pool.model.token_s:
             return []  # its tokens are as dear among others as alone
         most = model.budgets[-1]
+        full = count if claim.weight > (1.0 + self.rules.gain) * claim.part * pool.model.token_s else 0
         names = dict.fromkeys(
             (
-                *pool.pressure.lowest(_TRIES + count),
-                *islice(pool.pressure.below(most - claim.part), _TRIES // 2),
-                *islice(pool.pressure.from_key(most), _TRIES // 2),
+                *pool.pressure.lowest(count + 1),
+                *islice(pool.pressure.below(most - claim.part), count + 1),
+                *islice(pool.pressure.from_key(most), full),
             )
         )
         gains = []

@@ -198,7 +198,7 @@ def two_jobs(loads: tuple[Load, Load], rules: Rules, bound: float = 3.0) -> Clus
 def test_jobs_merge_where_that_gains_and_nobody_is_slowed_too_much(
     loads: tuple[Load, Load], bound: float, together: bool
 ) -> None:
-    state = two_jobs(loads, Rules(preempts=False), bound)
+    state = two_jobs(loads, Rules(preempts=False, gain=0.05), bound)
     assert bool(state.jobs["j1"].workers) is together
 
 
