@@ -73,6 +73,10 @@ class Orders:
     drop: frozenset[str] = frozenset()
     stop: bool = False
     """The worker's end, once it has let go of everything."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of each tick, by job, besides the share that its user gave it; 1 if not named."""
+    token_budget: int = 0
+    """Most rows in a tick, where settings leave it open; 0: as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

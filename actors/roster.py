@@ -39,6 +39,8 @@ class _Seen:
     orders: Orders | None = None
     """The newest that it was given by this scheduler."""
     idle_since_s: float | None = None
+    budget: int = 0
+    """Most rows of a tick, as planned; 0: not planned."""
 
 
 @dataclass(slots=True)
@@ -65,6 +67,8 @@ class Roster:
         self.workers: dict[str, _Seen] = {}
         self.learners: dict[str, Learner] = {}
         """What is known of each base's ticks."""
+        self._shares: dict[str, float] = {}
+        """Of each tick, by job, as planned."""
         self._dismissed: set[str] = set()
         """Workers that are to end: what they say does not count."""
         self._began_s = self._looked_s = now_s
@@ -208,9 +212,13 @@ class Roster:
         mine = [entry for entry in self.jobs.values() if entry.place == seen.report.worker]
         jobs = {entry.name: Order(entry.spec, entry.attempt) for entry in mine if not entry.wish}
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
+        shares = {name: self._shares[name] for name in jobs if name in self._shares}
         before = seen.orders
-        if before is None or (jobs, drop) != (before.jobs, before.drop):
-            seen.orders = Orders(1 + max(seen.report.heard, before.number if before else 0), jobs, drop)
+        if before is None or (jobs, drop, shares, seen.budget) != (
+            before.jobs, before.drop, before.shares, before.token_budget
+        ):  # fmt: skip
+            number = 1 + max(seen.report.heard, before.number if before else 0)
+            seen.orders = Orders(number, jobs, drop, shares=shares, token_budget=seen.budget)
         assert seen.orders is not None
         return seen.orders
 
@@ -316,6 +324,9 @@ class Roster:
             Change(name, wish="moved") for name in leaving if self.jobs[name].place and not self.jobs[name].wish
         ]
         self._change(changes, now_s)
+        self._shares = {name: round(share) or 1 for name, share in plan.shares.items()}
+        for name, seen in self.workers.items():
+            seen.budget = plan.budgets.get(name, 0)
         waits = {**self.waits, **plan.reasons}
         self.waits = {
             name: reason

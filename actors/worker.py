@@ -90,6 +90,8 @@ class Worker:
         self._ended: dict[str, JobReport] = {}
         self._saved_s: dict[str, float] = {}
         self._loads = self._ticks = 0
+        self._most_rows = math.inf
+        """Of a tick that has not run out of memory."""
         self._last: Tick | None = None
         self._stepped_s = time.monotonic()
         self._readers = ThreadPoolExecutor(1, "tlora-data")
@@ -155,7 +157,17 @@ class Worker:
         for name, coming in list(self._coming.items()):
             if coming.data.done() and time.monotonic() - coming.held_s > _AGAIN_S:
                 self._attach(name, self._coming.pop(name))
+        if self._trainer is not None:
+            self._deal_by(self._trainer, orders)
         return not self._coming
+
+    def _deal_by(self, trainer: Trainer, orders: Orders) -> None:
+        """Shares, and rows of a tick, as the plan has them; never fewer than a sequence takes, nor more than fitted."""
+        for name, job in trainer.jobs.items():
+            job.share = job.spec.share * orders.shares.get(name, 1.0)
+        if orders.token_budget and not self.options.token_budget and trainer.jobs:
+            longest = max(longest_rows(job.data, job.per_sequence) for job in trainer.jobs.values())
+            trainer.token_budget = int(max(min(orders.token_budget, self._most_rows), longest))
 
     def _read(self, name: str, order: Order) -> None:
         """Begin to read a job's data; the base first, if this is the first job."""
@@ -233,6 +245,7 @@ class Worker:
         lengths = {name: longest_rows(job.data, job.per_sequence) for name, job in trainer.jobs.items()}
         name = max(lengths, key=lambda name: lengths[name])
         before, trainer.token_budget = trainer.token_budget, max(trainer.token_budget // 2, lengths[name])
+        self._most_rows = trainer.token_budget
         if trainer.token_budget < before:
             log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
             return

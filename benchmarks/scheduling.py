@@ -71,6 +71,10 @@ class Bench:
         self.bases = [base for base in BASES if base in self.capacity.models]
         self._jobs: dict[tuple[str, float, int], list[TraceJob]] = {}
 
+    def seeds_of(self, way: str) -> Sequence[int]:
+        """Ablations are played with the first alone."""
+        return self.seeds[:1] if way != "tlora" and way in replays.OURS else self.seeds
+
     def jobs(self, cell: Cell, seed: int) -> list[TraceJob]:
         key = (cell.trace, cell.load, seed)
         if key not in self._jobs:
@@ -146,7 +150,7 @@ def replay_all(bench: Bench, measures: Sequence[str], *, is_backlog: bool) -> No
 def replay_cell(bench: Bench, cell: Cell) -> None:
     has_ablations = cell.measure == "own" and (cell.is_backlog or cell.load == 1.5)
     ways = replays.WAYS if has_ablations else ("tlora", *replays.BASELINES)
-    played = {way: [summary(bench, cell, way, seed) for seed in bench.seeds] for way in ways}
+    played = {way: [summary(bench, cell, way, seed) for seed in bench.seeds_of(way)] for way in ways}
     ours = played["tlora"]
     rows = list(backlog_rows(bench, cell, played) if cell.is_backlog else completion_rows(bench, cell, played))
     beyond = sum(one.num_beyond for one in ours)
@@ -168,11 +172,11 @@ def completion_rows(bench: Bench, cell: Cell, played: dict[str, list[Summary]]) 
         if way == "tlora":
             continue
         theirs = [one.completion_s for one in summaries]
-        each = [their / our for their, our in zip(theirs, ours, strict=True)]
-        bound = statistics.mean(theirs) / statistics.mean(shortest)
+        each = [their / our for their, our in zip(theirs, ours, strict=False)]
+        bound = statistics.mean(theirs) / statistics.mean(shortest[: len(theirs)])
         shape = f"{cell.gpus} GPUs; seeds {seeds_text(each)}; bound {bound:.2f}"
         yield bench.row(
-            f"{cell.name}/{way}", shape, statistics.mean(ours), f"{way}, mean completion", statistics.mean(theirs),
+            f"{cell.name}/{way}", shape, statistics.mean(ours[: len(theirs)]), f"{way}, mean completion", statistics.mean(theirs),
             GOALS.get((cell.trace, cell.load, way)), "s",
         )  # fmt: skip
 
@@ -186,9 +190,9 @@ def backlog_rows(bench: Bench, cell: Cell, played: dict[str, list[Summary]]) -> 
         if way == "tlora":
             continue
         theirs = [one.makespan_s for one in summaries]
-        each = [their / our for their, our in zip(theirs, ours, strict=True)]
+        each = [their / our for their, our in zip(theirs, ours, strict=False)]
         yield bench.row(
-            f"{cell.name}/{way}", f"{cell.gpus} GPUs; seeds {seeds_text(each)}", statistics.mean(ours),
+            f"{cell.name}/{way}", f"{cell.gpus} GPUs; seeds {seeds_text(each)}", statistics.mean(ours[: len(theirs)]),
             f"{way}, makespan", statistics.mean(theirs), goals.get(way), "s",
         )  # fmt: skip
     for way in ("fcfs", "fifo-grouping", "fifo-spread"):

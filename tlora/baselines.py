@@ -29,6 +29,8 @@ class _Alone:
     running: list[tuple[float, int, TraceJob]] = field(default_factory=list)
     """End, GPUs, job, in the order of their ends."""
     started: list[tuple[TraceJob, float]] = field(default_factory=list)
+    num_sorted: int = 0
+    """Jobs of the queue when it was last in order: none has come since, if there are as many."""
 
     def start(self, job: TraceJob) -> None:
         self.free -= job.gpus
@@ -75,13 +77,15 @@ def easy_backfill(cluster: _Alone, queue: list[TraceJob]) -> None:
 
 def shortest_first(cluster: _Alone, queue: list[TraceJob]) -> None:
     """The shortest that fits, by its true duration."""
-    queue.sort(key=lambda job: (job.duration_s, job.name))
+    if len(queue) != cluster.num_sorted:
+        queue.sort(key=lambda job: (job.duration_s, job.name))
     at = 0
     while cluster.free and at < min(len(queue), _DEPTH):
         if queue[at].gpus <= cluster.free:
             cluster.start(queue.pop(at))
         else:
             at += 1
+    cluster.num_sorted = len(queue)
 
 
 ALONE: dict[str, Callable[[_Alone, list[TraceJob]], None]] = {
@@ -149,22 +153,20 @@ class _Group:
     base: str
     model: BaseModel
     members: dict[str, _Member] = field(default_factory=dict)
+    tokens: int = 0
+    ranks: int = 0
+    largest: int = 0
+    """Most tokens of one member on a GPU."""
     tick_s: float = 0.0
     now_s: float = 0.0
     version: int = 0
 
-    def rows(self, joining: TraceJob | None = None) -> tuple[float, int, int]:
-        """Tokens on the fullest GPU, jobs, and ranks."""
-        jobs = [member.job for member in self.members.values()] + ([joining] if joining else [])
-        total, largest = (
-            sum(job.load.tokens for job in jobs),
-            max((job.load.part(self.gpus) for job in jobs), default=0),
-        )
-        return max(total / self.gpus, largest), len(jobs), sum(job.load.rank for job in jobs)
+    def rows(self, joining: TraceJob) -> float:
+        """Tokens on the fullest GPU, were that one to join."""
+        return max((self.tokens + joining.load.tokens) / self.gpus, self.largest, joining.load.part(self.gpus))
 
     def has_memory(self, joining: TraceJob) -> bool:
-        tokens, _, ranks = self.rows(joining)
-        return tokens <= self.model.most_tokens(ranks)
+        return self.rows(joining) <= self.model.most_tokens(self.ranks + joining.load.rank)
 
     def advance(self, now_s: float) -> None:
         for member in self.members.values():
@@ -174,8 +176,14 @@ class _Group:
         self.now_s = now_s
 
     def retime(self) -> None:
-        tokens, jobs, ranks = self.rows()
-        self.tick_s = self.model.tick_s(tokens, jobs, ranks) + self.model.reduce_s(ranks, self.gpus) if jobs else 0.0
+        """After its members have changed."""
+        jobs = [member.job for member in self.members.values()]
+        self.tokens, self.ranks = sum(job.load.tokens for job in jobs), sum(job.load.rank for job in jobs)
+        self.largest = max((job.load.part(self.gpus) for job in jobs), default=0)
+        rows = max(self.tokens / self.gpus, self.largest)
+        self.tick_s = (
+            self.model.tick_s(rows, len(jobs), self.ranks) + self.model.reduce_s(self.ranks, self.gpus) if jobs else 0.0
+        )
         self.version += 1
 
     def next_end_s(self) -> float:
@@ -241,7 +249,7 @@ class FifoGrouping:
     def _enter(self, job: TraceJob, now_s: float) -> bool:
         """The first group that can take it, or the least full."""
         fitting = (
-            (group.rows(job)[0] if self._spreads else 0.0, key)
+            (group.rows(job) if self._spreads else 0.0, key)
             for key, group in self._groups.items()
             if group.base == job.base and group.gpus >= job.gpus and group.has_memory(job)
         )

@@ -218,6 +218,8 @@ class Placements:
         self.num_idle = 0
         self.changed: dict[str, None] = {}
         """Jobs whose rate has changed since it was last asked."""
+        self.refilled: dict[str, None] = {}
+        """Workers whose ticks are dealt anew since that was last asked."""
         self.used: dict[str, int] = {}
         """Placements on workers, by user."""
 
@@ -335,6 +337,7 @@ class Placements:
 
     def fill(self, worker: Worker) -> None:
         """Deal a worker's tick to its jobs."""
+        self.refilled[worker.name] = None
         dealt = deal(self.pool(worker.base).model, [job.claim for job in worker.jobs.values()]) if worker.jobs else FREE
         worker.tokens, worker.wanted, worker.tick_s, worker.speed = (
             dealt.tokens,

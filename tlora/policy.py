@@ -13,7 +13,7 @@ from tlora.placement import Job, Model, Pool, Unmeasured, Worker, deal
 if TYPE_CHECKING:
     from tlora.scheduling import ClusterState, Plan
 
-_TRIES = 4
+_TRIES = 3
 """Candidates that are looked at before the next way is tried."""
 _WORTH = 1.01
 """Joint over apart, from where on a merge counts as a gain."""
@@ -33,21 +33,30 @@ class Planner:
         self._age()
         blocked = self._admit_overdue()
         arrived = sorted(state.arrived, key=lambda name: (state.key(state.jobs[name]), name))
-        has_room = state.has_room
         for name in arrived:
             job = state.jobs.get(name)
             if job is not None and not job.workers and job.base not in blocked:
                 self._admit(job, can_preempt=True)
         state.arrived.clear()
-        if has_room or state.has_room:
+        if state.freed:
             self._fill_up(blocked)
-            state.has_room = False
+            state.freed.clear()
         if self.rules.is_elastic and state.num_idle and not self._someone_waits():
             self._spread()
         for name in state.changed:
             if name in state.jobs:
                 self.made.rates[name] = state.jobs[name].rate
         state.changed.clear()
+        self._tell_shares()
+
+    def _tell_shares(self) -> None:
+        """Of workers whose jobs have changed, how their ticks are dealt."""
+        state = self.state
+        for worker in (state.workers.get(name) for name in state.refilled):
+            if worker is not None and worker.jobs and not isinstance(state.pool(worker.base).model, Unmeasured):
+                self.made.budgets[worker.name] = math.ceil(sum(worker.tokens.values()))
+                self.made.shares.update(worker.tokens)
+        state.refilled.clear()
 
     def _age(self) -> None:
         """Jobs that have waited as long as they may go before all others, in the order of their deadlines."""
@@ -81,8 +90,9 @@ class Planner:
         for user in list(state.by_quota):
             for name in list(state.by_quota[user]):
                 self._admit(state.jobs[name], can_preempt=False)
-        for base, pool in state.pools.items():
-            failed: set[str] = set()
+        bases = state.pools if "" in state.freed else sorted(state.freed & state.pools.keys())
+        for base in bases:
+            pool, failed = state.pools[base], set[str]()
             while base not in blocked and len(failed) < _TRIES:
                 head = next((name for name in pool.waiting.lowest(_TRIES) if name not in failed), None)
                 if head is None:
@@ -142,6 +152,8 @@ class Planner:
 
     def _take_idle(self, job: Job, most: int, bases: Sequence[str]) -> bool:
         """Workers without jobs that have, or will have to load, its base: as many as it can use and there are."""
+        if self.state.num_idle < job.fewest:
+            return False
         for count in sorted({max(most >> by, job.fewest) for by in range(most.bit_length())}, reverse=True):
             for base in bases:
                 if workers := self._idle(base, count):
@@ -250,9 +262,8 @@ class Planner:
             self.made.places.pop(name, None)
             pool.running.drop(name)
             pool.stretched.drop(name)
-            self.state.take(other, self.now_s)
+            self.state.free(other, self.now_s)
             pool.waiting.put(name, theirs)
-            self.state.has_room = True
             self.made.reasons[name] = f"makes room for {job.name}, which has less to go; waits, saved"
             if self._take_idle(job, job.fewest, [job.base]):
                 return True
@@ -280,7 +291,7 @@ class Planner:
         is_split = max(len(workers), len(job.workers)) > 1
         begin_s = max(job.since_s, self.now_s, *(worker.ready_s for worker in workers))
         state.place(job, workers, begin_s + (self.costs.split_s if is_split else self.costs.move_s), self.now_s)
-        state.has_room = True
+        state.freed.add(job.base)
         self._note(job, reason)
 
     def _note(self, job: Job, reason: str) -> None:

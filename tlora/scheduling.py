@@ -72,8 +72,10 @@ class Plan:
     """Jobs that are to leave their workers, saved, and wait."""
     rates: dict[str, float] = field(default_factory=dict)
     """Predicted steps a second of jobs for which they have changed."""
-    tokens: dict[str, float] = field(default_factory=dict)
-    """Of each tick of its workers, of the same jobs: its share."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Tokens of each tick of its worker, by job, where some have changed."""
+    budgets: dict[str, int] = field(default_factory=dict)
+    """Most tokens of a tick, by worker, where some have changed."""
     loads: dict[str, str] = field(default_factory=dict)
     """Base to be loaded, by worker."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -110,8 +112,8 @@ class ClusterState(Placements):
         self.rules, self.costs = rules, costs
         self.arrived: dict[str, None] = {}
         """Jobs that no plan has seen yet."""
-        self.has_room = False
-        """Something has ended, or come, since the last plan."""
+        self.freed: set[str] = set()
+        """Bases on whose workers something has become free since the last plan; an empty one: a worker has."""
         self.deadlines: list[tuple[float, str]] = []
         self.overdue: dict[str, None] = {}
         self.by_quota: dict[str, dict[str, None]] = {}
@@ -125,7 +127,7 @@ class ClusterState(Placements):
         self._wait(job)
         if not is_new:
             self.arrived.pop(job.name)
-            self.has_room = True
+            self.freed.add(job.base)
 
     def keep(self, job: Job, worker: Worker) -> None:
         """It has been there, before this state was made."""
@@ -165,8 +167,7 @@ class ClusterState(Placements):
         job = self.jobs.pop(name)
         self._forget(job)
         if job.workers:
-            self.take(job, now_s)
-            self.has_room = True
+            self.free(job, now_s)
         self.changed.pop(name, None)
 
     def lose(self, worker: str, now_s: float) -> list[Job]:
@@ -177,13 +178,21 @@ class ClusterState(Placements):
             self._wait(job)
             if job.is_overdue:
                 self.overdue[job.name] = None
-        self.has_room = True
+        self.freed.update(job.base for job in lost)
         return lost
 
     def come(self, worker: Worker) -> None:
         """A worker is there."""
         self.put_worker(worker)
-        self.has_room = True
+        self.freed.add("")
+
+    def free(self, job: Job, now_s: float) -> None:
+        """Take a job off its workers, for others to use."""
+        workers = job.workers
+        self.take(job, now_s)
+        self.freed.add(job.base)
+        if not all(worker.jobs for worker in workers):
+            self.freed.add("")
 
     def _forget(self, job: Job) -> None:
         pool = self.pool(job.base)

@@ -187,7 +187,7 @@ class Trainer:
         elif waiting:
             (self._phase,) = waiting
         jobs = sorted((job for job in self.jobs.values() if job.phase is self._phase), key=lambda job: job.slot)
-        claims = [Claim(job.spec.share, job.pending_rows, job.step_rows, job.credit) for job in jobs]
+        claims = [Claim(job.share, job.pending_rows, job.step_rows, job.credit) for job in jobs]
         self._turn += 1
         items: list[Item] = []
         for job, claim, count in zip(jobs, claims, deal(claims, self.token_budget, self._turn), strict=True):

@@ -36,6 +36,7 @@ LAYERS = {
     "tlora.randomness": GROUND,
     "tlora.trainer": TRAINER,
     "tlora.local": TRAINER,
+    "tlora.profiling": TRAINER,
     "tlora.console": FRONT,
     "tlora.client": FRONT,
     "tlora.cli": FRONT,
