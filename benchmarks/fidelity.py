@@ -4,7 +4,8 @@
 
 BASE: a key of `benchmarks.step.BASES` (GPU), or `toy`, a small one for a CPU (default without a GPU). The profile is
 taken on the spot. Each mix is sized to take about so many seconds. Rows go to results/scheduling/fidelity.json: error
-of the makespan, and the mean error of the jobs' completion times, in percent.
+of the makespan, and the mean error of the jobs' completion times, in percent. On a CPU all times are those of this
+process, which others beside it do not change; a job that comes later does so by that clock.
 """
 
 import argparse
@@ -57,7 +58,8 @@ class Bench:
         self.longest = 256 if base == "toy" else 2048
         lengths = [self.longest >> by for by in range(5, -1, -1)]
         self.model = SuperModel(_fresh(base), BaseSpec(model=base))
-        content = profile(self.model, lengths=lengths)
+        self.clock = time.perf_counter if self.model.device.type == "cuda" else time.process_time
+        content = profile(self.model, lengths=lengths, clock=self.clock)
         self.capacity = Capacity.of(content)
         self.model_of = self.capacity.models[base]
         print(f"profile of {base} on {gpu_name(self.model.device)}: fitted within {100 * self.model_of.error:.1f} %")
@@ -95,18 +97,16 @@ class Live:
         self.jobs = {job.name: job for job in jobs}
         self.data = {job.name: random_data(job.load.length, at) for at, job in enumerate(jobs)}
         self.ended: dict[str, float] = {}
-        self.began_s = time.perf_counter()
+        self.began_s = bench.clock()
 
     def run(self) -> dict[str, float]:
         while len(self.ended) < len(self.jobs):
-            now_s = time.perf_counter() - self.began_s
+            now_s = self.bench.clock() - self.began_s
             if self.coming and self.coming[0].submitted_s <= now_s:
                 self.submit(self.coming.pop(0), now_s)
             elif self.trainer.jobs:
                 for job in self.trainer.tick().ended:
                     self.end(job.name)
-            else:
-                time.sleep(0.001)
         return {name: ended_s - self.jobs[name].submitted_s for name, ended_s in self.ended.items()}
 
     def submit(self, job: TraceJob, now_s: float) -> None:
@@ -118,7 +118,7 @@ class Live:
         return round(job.duration_s / self.bench.model_of.alone_s(job.load))
 
     def end(self, name: str) -> None:
-        self.ended[name] = now_s = time.perf_counter() - self.began_s
+        self.ended[name] = now_s = self.bench.clock() - self.began_s
         self.state.end(name, now_s)
         self.plan(now_s)
 
@@ -128,6 +128,7 @@ class Live:
             self.trainer.detach(name)
         for name in plan.places.keys() - self.trainer.jobs.keys():
             job = self.jobs[name]
+            self.trainer.token_budget = max(self.trainer.token_budget, job.load.length)
             spec = random_job(
                 self.folder, name, job.base, adapter={"rank": job.load.rank}, batch_size=job.load.batch,
                 steps=self.steps(job),

@@ -8,7 +8,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -75,6 +75,12 @@ class Tick:
     tick_s: float
     peak_bytes: int = 0
     """0: not measured."""
+    longest: int = 0
+    """Tokens of a sequence; 0: as many as each job has."""
+
+    @property
+    def length(self) -> float:
+        return self.longest or self.tokens / self.jobs
 
 
 class Curve:
@@ -115,7 +121,7 @@ class BaseModel:
     ):
         """`budget`: most tokens of a tick; 0: the fewest at which a token is about as cheap as it gets."""
         self.parameters, self.layers, self.memory_bytes = parameters, layers, memory_bytes
-        self.curve, self.per_rank_token, self.per_job = _fit_time(ticks)
+        self.curve, self.per_rank_token, self.per_job, self.per_length_token = _fit_time(ticks)
         self._fixed_bytes, self._token_bytes = _fit_memory(ticks, self._adapter_bytes)
         self.error = _error(self, ticks)
         """Mean relative error over the ticks it was fitted to."""
@@ -123,14 +129,19 @@ class BaseModel:
         """Tokens of a full tick of a job alone."""
         self.budgets = self._budgets()
         """Tokens that a full tick may be set to: small ones are fast, large ones cheap a token."""
-        self.token_s = min(self.tick_s(size) / size for size in self.budgets)
+        self.token_s = min(self.tick_s(size, length=min(size, 512.0)) / size for size in self.budgets)
         """Of a token, at its cheapest."""
         self._alone: dict[tuple[Load, int], float] = {}
         self._fastest: dict[tuple[Load, int], float] = {}
 
-    def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16, *, checkpointing: bool = False) -> float:
-        """Of a tick of so many tokens from so many jobs, whose ranks sum to `rank_sum` and share the tokens evenly."""
-        seconds = self.curve(tokens) + self.per_rank_token * tokens * rank_sum / jobs + self.per_job * (jobs - 1)
+    def tick_s(
+        self, tokens: float, jobs: int = 1, rank_sum: int = 16, length: float = 0.0, *, checkpointing: bool = False
+    ) -> float:
+        """Of a tick of so many tokens from so many jobs, whose ranks sum to `rank_sum` and share the tokens evenly, in
+        sequences of `length` (0: of what each job has, up to 2048)."""
+        length = length or min(tokens / jobs, 2048.0)
+        seconds = self.curve(tokens) + self.per_job * (jobs - 1)
+        seconds += tokens * (self.per_rank_token * rank_sum / jobs + self.per_length_token * length)
         return seconds * (MODELLED.checkpointing_time if checkpointing else 1.0)
 
     def alone_s(self, load: Load, gpus: int = 1) -> float:
@@ -138,7 +149,7 @@ class BaseModel:
         one tick, as far as it fits into memory. More than one GPU: modelled."""
         part = load.part(gpus)
         ticks = max(1, ceil(part / max(self.most_tokens(load.rank), load.length)))
-        return ticks * self.tick_s(part / ticks, 1, load.rank) + self.reduce_s(load.rank, gpus)
+        return ticks * self.tick_s(part / ticks, 1, load.rank, load.length) + self.reduce_s(load.rank, gpus)
 
     def best_alone_s(self, load: Load, gpus: int) -> float:
         """The same, with as many of the GPUs as help."""
@@ -159,12 +170,13 @@ class BaseModel:
     def cut(self, tokens: float, rank: int, length: float) -> tuple[float, float]:
         """Of one job alone on a GPU: tokens of each of its ticks, and seconds of a step of so many. One tick, or full
         ones of a budget that holds a sequence of `length`, whichever is fastest and fits."""
-        options = [(tokens, self.tick_s(tokens, 1, rank))] if tokens <= self.most_tokens(rank) else []
+        whole_s = self.tick_s(tokens, 1, rank, length)
+        options = [(tokens, whole_s)] if tokens <= self.most_tokens(rank) else []
         for budget in self.budgets:
             size = max(budget // length, 1) * length  # sequences are not cut
             if size < tokens:
-                options.append((float(size), tokens / size * self.tick_s(size, 1, rank)))
-        return min(options or [(tokens, self.tick_s(tokens, 1, rank))], key=lambda option: option[1])
+                options.append((float(size), tokens / size * self.tick_s(size, 1, rank, length)))
+        return min(options or [(tokens, whole_s)], key=lambda option: option[1])
 
     def reduce_s(self, rank: int, gpus: int, nodes: int = 1) -> float:
         """Of summing a job's gradient over the GPUs that it is split over. Modelled."""
@@ -199,7 +211,7 @@ class BaseModel:
         return _FLOPS_PER_PARAMETER * self.parameters * tokens
 
     def _budgets(self) -> tuple[int, ...]:
-        costs = {size: self.tick_s(size) / size for size in self._sizes()}
+        costs = {size: self.tick_s(size, length=min(size, 512.0)) / size for size in self._sizes()}
         best = min(costs.values())
         useful = [size for size in costs if costs[size] <= _DEAREST * best]
         cheap = min((size for size in useful if costs[size] <= _CHEAPEST * best), default=useful[-1])
@@ -210,7 +222,7 @@ class BaseModel:
         return [64 * 2**at for at in range(20) if 64 * 2**at <= last] or [int(last)]
 
     def _knee(self) -> int:
-        costs = {size: self.tick_s(size) / size for size in self._sizes()}
+        costs = {size: self.tick_s(size, length=min(size, 512.0)) / size for size in self._sizes()}
         best = min(costs.values())
         return int(min(size for size in costs if costs[size] <= _NEAR_BEST * best))
 
@@ -242,7 +254,14 @@ class Capacity:
         for base in dict.fromkeys(row["base"] for row in content["ticks"]):
             rows = [row for row in content["ticks"] if row["base"] == base]
             ticks = [
-                Tick(row["tokens"], row["jobs"], row["rank_sum"], row["tick_ms"] / 1e3, row.get("peak_bytes", 0))
+                Tick(
+                    row["tokens"],
+                    row["jobs"],
+                    row["rank_sum"],
+                    row["tick_ms"] / 1e3,
+                    row.get("peak_bytes", 0),
+                    row["longest"],
+                )
                 for row in rows
             ]
             known.models[base] = BaseModel(
@@ -300,11 +319,11 @@ class Learner:
     def learn(self, tick: Tick) -> None:
         """Take in a measured tick. The model is fitted anew at the 2nd, 4th, 8th, … tick, then at every 64th."""
         if self.model is not None:
-            off = abs(self.model.tick_s(tick.tokens, tick.jobs, tick.rank_sum) / tick.tick_s - 1.0)
+            off = abs(self.model.tick_s(tick.tokens, tick.jobs, tick.rank_sum, tick.length) / tick.tick_s - 1.0)
             self.error = off if math.isnan(self.error) else 0.95 * self.error + 0.05 * off
         cell, before = _cell(tick), self._kept.get(_cell(tick))
         mean = tick.tick_s if before is None else 0.8 * before.tick_s + 0.2 * tick.tick_s
-        self._kept[cell] = Tick(tick.tokens, tick.jobs, tick.rank_sum, mean, tick.peak_bytes)
+        self._kept[cell] = replace(tick, tick_s=mean)
         self._num_new += 1
         if self._num_new & (self._num_new - 1) == 0 or self._num_new % 64 == 0:
             self._fit()
@@ -333,9 +352,9 @@ def _memory_of(gpu: str) -> float:
     return next((0.9 * size for name, size in sizes.items() if name in gpu), math.inf)
 
 
-def _fit_time(ticks: Sequence[Tick]) -> tuple[Curve, float, float]:
-    """A curve over tokens, seconds for each token × mean rank, and seconds for each job: least squares of relative
-    errors, no term negative, so that nothing gets faster by more work."""
+def _fit_time(ticks: Sequence[Tick]) -> tuple[Curve, float, float, float]:
+    """A curve over tokens, seconds for each token × mean rank, for each job, and for each token × length of its
+    sequence: least squares of relative errors, no term negative, so that nothing gets faster by more work."""
     if not ticks:
         raise SpecError("no tick was measured: want at least one.")
     knots = sorted({tick.tokens for tick in ticks})
@@ -345,10 +364,11 @@ def _fit_time(ticks: Sequence[Tick]) -> tuple[Curve, float, float]:
         columns.append(np.clip((tokens - low) / (high - low), 0.0, 1.0))
     columns.append(np.array([tick.tokens * tick.rank_sum / tick.jobs for tick in ticks]))
     columns.append(np.array([tick.jobs - 1.0 for tick in ticks]))
+    columns.append(np.array([tick.tokens * tick.length for tick in ticks]))
     seconds = np.array([tick.tick_s for tick in ticks])
     found = _non_negative(np.stack(columns, 1) / seconds[:, None], np.ones(len(ticks)))
-    *rises, per_rank_token, per_job = found
-    return Curve(knots, list(np.cumsum(rises))), float(per_rank_token), float(per_job)
+    *rises, per_rank_token, per_job, per_length_token = found
+    return Curve(knots, list(np.cumsum(rises))), float(per_rank_token), float(per_job), float(per_length_token)
 
 
 def _fit_memory(ticks: Sequence[Tick], adapter_bytes: Any) -> tuple[float, float]:
@@ -363,7 +383,7 @@ def _fit_memory(ticks: Sequence[Tick], adapter_bytes: Any) -> tuple[float, float
 
 
 def _error(model: BaseModel, ticks: Sequence[Tick]) -> float:
-    off = [abs(model.tick_s(tick.tokens, tick.jobs, tick.rank_sum) / tick.tick_s - 1.0) for tick in ticks]
+    off = [abs(model.tick_s(tick.tokens, tick.jobs, tick.rank_sum, tick.length) / tick.tick_s - 1.0) for tick in ticks]
     return sum(off) / len(off)
 
 

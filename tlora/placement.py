@@ -19,7 +19,7 @@ class Model(Protocol):
     budgets: tuple[int, ...]
     token_s: float
 
-    def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16) -> float: ...
+    def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16, length: float = 0.0) -> float: ...
     def cut(self, tokens: float, rank: int, length: float) -> tuple[float, float]: ...
     def fastest_s(self, load: Load, gpus: int = 1) -> float: ...
     def best_alone_s(self, load: Load, gpus: int) -> float: ...
@@ -35,7 +35,7 @@ class Unmeasured:
     def __init__(self, jobs_per_worker: int):
         self.budgets: tuple[int, ...] = (jobs_per_worker,)
 
-    def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16) -> float:
+    def tick_s(self, tokens: float, jobs: int = 1, rank_sum: int = 16, length: float = 0.0) -> float:
         return 1.0
 
     def cut(self, tokens: float, rank: int, length: float) -> tuple[float, float]:
@@ -385,17 +385,18 @@ FREE = Dealt({}, 0.0, 0.0, 0.0, True)
 def deal(model: Model, claims: Sequence[Claim]) -> Dealt:
     """The best way to deal a worker's ticks: of the budgets of a tick that keep everybody within its bound, the one of
     the highest joint speed."""
-    wanted, ranks, longest = 0.0, 0, 0.0
+    wanted, ranks, longest, squares = 0.0, 0, 0.0, 0.0
     for claim in claims:
         wanted += claim.part
         ranks += claim.rank
         longest = max(longest, claim.length)
+        squares += claim.part * claim.length
     if len(claims) == 1:
         return _deal_alone(model, claims[0])
     fitting, best = model.most_tokens(ranks), None
     for budget in (*(budget for budget in model.budgets[:-1] if budget >= longest), max(model.budgets[-1], longest)):
         tokens = min(wanted, budget)
-        dealt = _deal_at(claims, tokens, wanted, model.tick_s(tokens, len(claims), ranks))
+        dealt = _deal_at(claims, tokens, wanted, model.tick_s(tokens, len(claims), ranks, squares / wanted))
         if tokens > fitting:
             dealt = dealt._replace(is_within=False)
         if best is None or (dealt.is_within, dealt.speed) > (best.is_within, best.speed):

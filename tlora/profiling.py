@@ -6,7 +6,7 @@ Called by `tlora profile` and the benchmarks. Ticks are a trainer's own, on rand
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,14 +44,18 @@ def cached_profile(
 
 
 def profile(
-    supermodel: SuperModel, *, lengths: Sequence[int] = LENGTHS, counts: Sequence[int] = COUNTS
+    supermodel: SuperModel,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    counts: Sequence[int] = COUNTS,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """As in a profile's file. Seconds to a minute: each size is measured a few times."""
-    ticks = [_row(supermodel, length, count) for count in counts for length in lengths]
+    """As in a profile's file. Seconds to a minute: each size is measured a few times, by `clock`."""
+    ticks = [_row(supermodel, length, count, clock) for count in counts for length in lengths]
     return {"gpu": gpu_name(supermodel.device), "ticks": ticks}
 
 
-def _row(supermodel: SuperModel, length: int, count: int) -> dict[str, Any]:
+def _row(supermodel: SuperModel, length: int, count: int, clock: Callable[[], float]) -> dict[str, Any]:
     cuda = supermodel.device.type == "cuda"
     with TemporaryDirectory(prefix="tlora-profile") as folder:
         trainer = Trainer(supermodel, TrainerOptions(token_budget=length * count))
@@ -62,7 +66,7 @@ def _row(supermodel: SuperModel, length: int, count: int) -> dict[str, Any]:
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        seconds = statistics.median(_ticks(trainer))
+        seconds = statistics.median(_ticks(trainer, clock))
         for name in list(trainer.jobs):
             trainer.detach(name, keep=False)
     return {
@@ -78,12 +82,12 @@ def _row(supermodel: SuperModel, length: int, count: int) -> dict[str, Any]:
     }
 
 
-def _ticks(trainer: Trainer) -> Iterator[float]:
+def _ticks(trainer: Trainer, clock: Callable[[], float]) -> Iterator[float]:
     """Seconds of each, its optimizer steps included: those look at the device."""
     for _ in range(_TICKS):
-        began_s = time.perf_counter()
+        began_s = clock()
         trainer.tick()
-        yield time.perf_counter() - began_s
+        yield clock() - began_s
 
 
 def random_job(folder: Path, name: str, base: str, **changes: Any) -> Any:
