@@ -3,7 +3,7 @@
     python -m benchmarks.fidelity [--base BASE] [--seconds 40]
 
 BASE: a key of `benchmarks.step.BASES` (GPU), or `toy`, a small one for a CPU (default without a GPU). The profile is
-taken on the spot. Each mix is sized to take about so many seconds. Rows go to results/scheduling/fidelity.json: error
+taken on the spot, before each mix. Each mix is sized to take about so many seconds. Rows go to results/scheduling/fidelity.json: error
 of the makespan, and the mean error of the jobs' completion times, in percent. On a CPU all times are those of this
 process, which others beside it do not change; a job that comes later does so by that clock.
 """
@@ -59,10 +59,13 @@ class Bench:
         lengths = [self.longest >> by for by in range(5, -1, -1)]
         self.model = SuperModel(_fresh(base), BaseSpec(model=base))
         self.clock = time.perf_counter if self.model.device.type == "cuda" else time.process_time
-        content = profile(self.model, lengths=lengths, clock=self.clock)
-        self.capacity = Capacity.of(content)
-        self.model_of = self.capacity.models[base]
-        print(f"profile of {base} on {gpu_name(self.model.device)}: fitted within {100 * self.model_of.error:.1f} %")
+        self.lengths = lengths
+
+    def measure(self) -> None:
+        """Its ticks, as they are now: a machine that others use does not stay the same."""
+        self.capacity = Capacity.of(profile(self.model, lengths=self.lengths, clock=self.clock))
+        self.model_of = self.capacity.models[self.base]
+        print(f"profile of {self.base}: fitted within {100 * self.model_of.error:.1f} %", flush=True)
 
     def jobs(self, mix: Mix, seconds: float) -> list[TraceJob]:
         jobs = []
@@ -95,7 +98,8 @@ class Live:
         self.state.come(Worker("w", "n", bench.base))
         self.coming = sorted(jobs, key=lambda job: job.submitted_s)
         self.jobs = {job.name: job for job in jobs}
-        self.data = {job.name: random_data(job.load.length, at) for at, job in enumerate(jobs)}
+        vocab_size = bench.model.outline.vocab_size
+        self.data = {job.name: random_data(job.load.length, vocab_size, seed=at) for at, job in enumerate(jobs)}
         self.ended: dict[str, float] = {}
         self.began_s = bench.clock()
 
@@ -170,6 +174,7 @@ def main() -> None:
     name = gpu_name(bench.model.device)
     rows = []
     for mix, parts in MIXES.items():
+        bench.measure()
         jobs = bench.jobs(parts, arguments.seconds)
         foretold, seen = bench.foretell(jobs, costs), bench.train(jobs, costs)
         for what, error in zip(("makespan", "completion"), errors(foretold, seen, jobs), strict=True):

@@ -329,6 +329,25 @@ def down() -> None:
 
 
 @app.command()
+def profile(
+    base: Annotated[str, typer.Argument(help="Hub name or folder of a model.")],
+    folder: Annotated[Path, typer.Option(help="Where profiles are kept, one a GPU type and base.")] = Path("profiles"),
+    device: Device = None,
+) -> None:
+    """Measure how long a base's ticks take on this machine, for `tlora simulate`."""
+    with _quiet():
+        _refuse_device(device)
+        from tlora.capacity import Capacity
+        from tlora.profiling import cached_profile
+        from tlora.spec import BaseSpec
+        from tlora.supermodel import SuperModel
+
+        path = cached_profile(SuperModel.load(BaseSpec(model=base), device=device), folder)
+        (model,) = Capacity.load(path).models.values()
+        typer.echo(f"{path}: fitted within {100 * model.error:.1f} %, {model.budget} tokens fill a tick")
+
+
+@app.command()
 def simulate(
     trace: Annotated[Path, typer.Argument(help="CSV of jobs, or JSON of distributions to draw them from.")],
     profile: Annotated[Path, typer.Option(help="Measured ticks of a GPU: a profile.json.", show_default=False)],

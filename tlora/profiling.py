@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlora.capacity import Capacity
 from tlora.data import JobData, TokenSequence
 from tlora.files import atomic_path
 from tlora.spec import parse_job
@@ -31,8 +30,8 @@ def gpu_name(device: torch.device) -> str:
 
 def cached_profile(
     supermodel: SuperModel, folder: Path, *, lengths: Sequence[int] = LENGTHS, counts: Sequence[int] = COUNTS
-) -> Capacity:
-    """The profile of this kind of GPU and base that is in a folder; taken and put there, if there is none."""
+) -> Path:
+    """The profile of this kind of GPU and base in a folder; taken and put there, if there is none."""
     base, gpu = supermodel.base.model, gpu_name(supermodel.device)
     path = folder / f"{gpu}-{base}-{supermodel.fingerprint}.json".replace("/", "-").replace(" ", "-")
     if not path.exists():
@@ -40,7 +39,7 @@ def cached_profile(
         content = profile(supermodel, lengths=lengths, counts=counts)
         with atomic_path(path) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n")
-    return Capacity.load(path)
+    return path
 
 
 def profile(
@@ -60,7 +59,8 @@ def _row(supermodel: SuperModel, length: int, count: int, clock: Callable[[], fl
     with TemporaryDirectory(prefix="tlora-profile") as folder:
         trainer = Trainer(supermodel, TrainerOptions(token_budget=length * count))
         for number in range(count):
-            trainer.attach(random_job(Path(folder), f"j{number}", supermodel.base.model), random_data(length, number))
+            data = random_data(length, supermodel.outline.vocab_size, seed=number)
+            trainer.attach(random_job(Path(folder), f"j{number}", supermodel.base.model), data)
         for _ in range(_WARM):
             trainer.tick()
         if cuda:
@@ -99,10 +99,11 @@ def random_job(folder: Path, name: str, base: str, **changes: Any) -> Any:
     return parse_job({**values, **changes})
 
 
-def random_data(length: int, seed: int, count: int = 16) -> JobData:
+def random_data(length: int, vocab_size: int, *, seed: int, count: int = 16) -> JobData:
     """Sequences of just this length."""
     random = np.random.default_rng(seed)
     rows = [
-        TokenSequence(random.integers(0, 250, length).astype(np.int32), np.arange(length) >= 1) for _ in range(count)
+        TokenSequence(random.integers(0, vocab_size, length).astype(np.int32), np.arange(length) >= 1)
+        for _ in range(count)
     ]
     return JobData(rows, [], report=None, eval_report=None)  # type: ignore[arg-type]
