@@ -49,6 +49,13 @@ class Report:
     """Of the last tick."""
     busy_s: float = 0.0
     """Of all ticks."""
+    tick_tokens: int = 0
+    """Of the last training tick; 0: the last one was of another kind."""
+    tick_jobs: int = 0
+    tick_ranks: int = 0
+    """Sum over those jobs."""
+    peak_bytes: int = 0
+    """Of the GPU's memory since the base was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,10 @@ class Orders:
     drop: frozenset[str] = frozenset()
     stop: bool = False
     """The worker's end, once it has let go of everything."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of each tick, by job, besides the share that its user gave it; 1 if not named."""
+    token_budget: int = 0
+    """Most rows in a tick, where settings leave it open; 0: as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

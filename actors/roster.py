@@ -13,17 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora import scheduling
 from tlora.actors.journal import Change, Entry, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
+from tlora.capacity import Learner, Load, Tick
 from tlora.cluster import ClusterSpec
 from tlora.errors import StateError
 from tlora.job import State
-from tlora.scheduling import ClusterState, Plan
+from tlora.placement import Job, Worker
+from tlora.scheduling import ClusterState, Plan, Rules
+from tlora.sizing import Group
 from tlora.spec import JobSpec, differences, parse_job
 
 log = logging.getLogger("tlora")
 _PAUSE_S = 3.0
+_WARM_TICKS = 8
+_UNKNOWN_STEPS = 1000
+"""Of a job that is given in epochs, until its worker has counted them."""
 
 
 @dataclass(slots=True)
@@ -35,6 +40,8 @@ class _Seen:
     orders: Orders | None = None
     """The newest that it was given by this scheduler."""
     idle_since_s: float | None = None
+    budget: int = 0
+    """Most rows of a tick, as planned; 0: not planned."""
 
 
 @dataclass(slots=True)
@@ -59,6 +66,10 @@ class Roster:
         """Why a job has no place."""
         self.groups: dict[str, GroupRecord] = {}
         self.workers: dict[str, _Seen] = {}
+        self.learners: dict[str, Learner] = {}
+        """What is known of each base's ticks."""
+        self._shares: dict[str, float] = {}
+        """Of each tick, by job, as planned."""
         self._dismissed: set[str] = set()
         """Workers that are to end: what they say does not count."""
         self._began_s = self._looked_s = now_s
@@ -160,9 +171,18 @@ class Roster:
             if name != report.worker and replaced:
                 self._lose(name, "its worker was replaced", now_s)
         seen = self.workers.setdefault(report.worker, _Seen(report, now_s))
+        self._learn(seen.report, report)
         seen.report, seen.last_s = report, now_s
         self._take(report, now_s)
         return self._orders(seen)
+
+    def _learn(self, before: Report, report: Report) -> None:
+        """Refine what is known of the base's ticks. A worker's first ticks, which compile and warm up, do not count."""
+        group = self.groups.get(report.group)
+        if group is None or report.ticks <= max(before.ticks, _WARM_TICKS) or not report.tick_tokens:
+            return
+        learner = self.learners.setdefault(group.base, Learner())
+        learner.learn(Tick(report.tick_tokens, report.tick_jobs, report.tick_ranks, report.tick_s, report.peak_bytes))
 
     def _take(self, report: Report, now_s: float) -> None:
         """What a report says of jobs, and what has been let go of."""
@@ -192,9 +212,13 @@ class Roster:
         mine = [entry for entry in self.jobs.values() if entry.place == seen.report.worker]
         jobs = {entry.name: Order(entry.spec, entry.attempt) for entry in mine if not entry.wish}
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
+        shares = {name: self._shares[name] for name in jobs if name in self._shares}
         before = seen.orders
-        if before is None or (jobs, drop) != (before.jobs, before.drop):
-            seen.orders = Orders(1 + max(seen.report.heard, before.number if before else 0), jobs, drop)
+        if before is None or (jobs, drop, shares, seen.budget) != (
+            before.jobs, before.drop, before.shares, before.token_budget
+        ):  # fmt: skip
+            number = 1 + max(seen.report.heard, before.number if before else 0)
+            seen.orders = Orders(number, jobs, drop, shares=shares, token_budget=seen.budget)
         assert seen.orders is not None
         return seen.orders
 
@@ -229,38 +253,91 @@ class Roster:
 
     def cluster_state(self, now_s: float, draining: Collection[str] = ()) -> ClusterState:
         """What `schedule` decides by; `draining`: nodes that are about to go."""
+        spec = self.spec
         busy = {base_key(entry.spec["base"]) for entry in self.jobs.values() if entry.place}
-        groups = []
+        workers = {name: self._worker(name, seen, now_s, draining) for name, seen in self.workers.items()}
+        groups = {}
         for group in self.groups.values():
             group.idle_since_s = None if group.base in busy else (group.idle_since_s or now_s)
-            mine = (pair for pair in self.workers.items() if pair[1].report.group == group.name)
-            workers = tuple(self._worker(name, seen, now_s, draining) for name, seen in mine)
-            groups.append(scheduling.Group(group.name, group.base, group.size, workers, group.idle_since_s))
-        waiting = tuple(
-            scheduling.WaitingJob(entry.name, base_key(entry.spec["base"]), entry.submitted_s)
-            for entry in self.jobs.values()
-            if entry.state is State.QUEUED
+            mine = tuple(worker for worker in workers.values() if worker.group == group.name)
+            groups[group.name] = Group(group.name, group.base, group.size, mine, group.idle_since_s)
+        state = ClusterState(
+            {base: learner.model for base, learner in self.learners.items() if learner.is_sure and learner.model},
+            rules=Rules(quotas=spec.quotas),
+            jobs_per_worker=spec.jobs_per_worker,
+            groups=groups,
+            max_workers=spec.max_workers,
+            idle_s=spec.idle_s,
         )
-        return ClusterState(waiting, tuple(groups), self.spec.max_workers, self.spec.jobs_per_worker, self.spec.idle_s)
+        for worker in workers.values():
+            state.come(worker)
+        for entry in self.jobs.values():
+            if entry.place in workers:
+                state.keep(self._job(entry), workers[entry.place])
+        state.settle(now_s)
+        for entry in self.jobs.values():
+            if entry.state is State.QUEUED:
+                state.submit(self._job(entry), is_new=entry.name not in self.waits)
+        return state
 
-    def _worker(self, name: str, seen: _Seen, now_s: float, draining: Collection[str]) -> scheduling.Worker:
-        jobs = frozenset(entry.name for entry in self.jobs.values() if entry.place == name)
-        seen.idle_since_s = None if jobs else (seen.idle_since_s or now_s)
-        return scheduling.Worker(name, jobs, seen.report.node in draining, seen.idle_since_s)
+    def _job(self, entry: Entry) -> Job:
+        """As scheduling sees it. Sequences are as long as they may be, until some were trained on."""
+        spec, told = entry.spec, self.progress.get(entry.name)
+        length, steps = spec["data"]["max_length"], spec["steps"] or _UNKNOWN_STEPS
+        if told and told.step and told.tokens:
+            length = min(length, max(round(told.tokens / told.step / spec["batch_size"]), 1))
+        return Job(
+            entry.name,
+            base_key(spec["base"]),
+            entry.submitted_s,
+            Load(spec["adapter"]["rank"], spec["batch_size"], length),
+            bound=spec.get("max_slowdown", 3.0),
+            priority=spec.get("priority", 0),
+            user=spec.get("user", ""),
+            remaining=float(max((told.num_steps or steps) - told.step, 1) if told else steps),
+            can_split=False,
+            can_move=entry.state is State.RUNNING and not entry.wish,
+        )
+
+    def _worker(self, name: str, seen: _Seen, now_s: float, draining: Collection[str]) -> Worker:
+        has_jobs = any(entry.place == name for entry in self.jobs.values())
+        seen.idle_since_s = None if has_jobs else (seen.idle_since_s or now_s)
+        group = self.groups.get(seen.report.group)
+        return Worker(
+            name,
+            seen.report.node,
+            group.base if group else "",
+            is_leaving=seen.report.node in draining,
+            group=seen.report.group,
+            idle_since_s=seen.idle_since_s,
+        )
 
     def take_places(self, plan: Plan, now_s: float) -> None:
-        """Write down a plan's places and moves; workers learn of them when they next ask."""
+        """Write down a plan's places and moves; workers learn of them when they next ask. A job that is to be elsewhere
+        leaves first, saved, and is placed once it waits."""
+        places = {name: worker for name, (worker, *_) in plan.places.items() if not self.jobs[name].place}
         changes = [
             Change(name, state=State.ATTACHING, place=worker, attempt=self.jobs[name].attempt + 1, reason="")
-            for name, worker in plan.places.items()
+            for name, worker in places.items()
         ]
-        changes += [Change(name, wish="moved") for name in plan.moves if not self.jobs[name].wish]
+        leaving = [*plan.moves, *(name for name in plan.places if name not in places)]
+        changes += [
+            Change(name, wish="moved") for name in leaving if self.jobs[name].place and not self.jobs[name].wish
+        ]
         self._change(changes, now_s)
+        self._shares = {name: round(share) or 1 for name, share in plan.shares.items()}
+        for name, seen in self.workers.items():
+            seen.budget = plan.budgets.get(name, 0)
+        waits = {**self.waits, **plan.reasons}
         self.waits = {
-            name: plan.reasons[name] for name in plan.reasons if name in self.jobs and name not in plan.places
+            name: reason
+            for name, reason in waits.items()
+            if name in self.jobs and name not in places and self.jobs[name].state is State.QUEUED
         }
-        for name, worker in plan.places.items():
+        for name, worker in places.items():
             log.info("job=%s placed on worker %s: %s", name, worker[:8], plan.reasons[name])
+        for name in leaving:
+            log.info("job=%s leaves its worker: %s", name, plan.reasons.get(name, "its node is drained"))
 
     def dismiss(self, worker: str) -> Report:
         """A worker without jobs is to end; returns its last report."""

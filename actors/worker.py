@@ -23,10 +23,10 @@ from tlora.data import load_tokenizer
 from tlora.errors import JobError, StateError, TloraError
 from tlora.job import JobRecord, State
 from tlora.local import read_data
-from tlora.resident import ResidentJob, longest_rows
+from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
-from tlora.trainer import Trainer, TrainerOptions
+from tlora.trainer import Tick, Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
 _EXCHANGE_S = 0.2
@@ -98,7 +98,10 @@ class Worker:
         self._ended: dict[str, JobReport] = {}
         self._saved_s: dict[str, float] = {}
         self._loads = self._ticks = 0
-        self._tick_s = self._busy_s = 0.0
+        self._busy_s = 0.0
+        self._most_rows = math.inf
+        """Of a tick that has not run out of memory."""
+        self._last: Tick | None = None
         self._stepped_s = time.monotonic()
         self._readers = ThreadPoolExecutor(1, "tlora-data")
         self._has_ended = threading.Event()
@@ -165,6 +168,7 @@ class Worker:
                 self._attach(name, coming)
         if self._trainer is not None:
             self._note(self._trainer.take_ended())
+            self._deal_by(self._trainer, orders)
         return not self._coming and not leaving
 
     def _forget(self, orders: Orders) -> None:
@@ -176,6 +180,14 @@ class Worker:
                 ended.state is not State.FAILED or heard.get(name) == ended
             ):
                 del self._ended[name]
+
+    def _deal_by(self, trainer: Trainer, orders: Orders) -> None:
+        """Shares, and rows of a tick, as the plan has them; never fewer than a sequence takes, nor more than fitted."""
+        for name, job in trainer.jobs.items():
+            job.share = job.spec.share * orders.shares.get(name, 1.0)
+        if orders.token_budget and not self.options.token_budget and trainer.jobs:
+            longest = max(longest_rows(job.data, job.per_sequence) for job in trainer.jobs.values())
+            trainer.token_budget = int(max(min(orders.token_budget, self._most_rows), longest))
 
     def _read(self, name: str, order: Order) -> None:
         """Begin to read a job's data and state; the base first, if this is the first job."""
@@ -190,8 +202,8 @@ class Worker:
     def _prepare(self, trainer: Trainer, spec: JobSpec) -> ResidentJob:
         """In the reader's thread."""
         data = read_data(spec, trainer.supermodel.outline, self._tokenizer)
-        if not self.options.token_budget:
-            trainer.token_budget = max(trainer.token_budget, 2 * longest_rows(data, self.options.deterministic))
+        if self.options.token_budget:
+            trainer.refuse_longer(spec, data)
         return trainer.prepare(spec, data, resume=True, record=JobRecord(spec.name), tokenizer=self._tokenizer)
 
     def _give_up(self, coming: _Coming) -> None:
@@ -224,6 +236,9 @@ class Worker:
         assert trainer is not None
         try:
             job = coming.job.result()
+            if not self.options.token_budget:
+                longest = longest_rows(job.data, job.per_sequence)
+                trainer.token_budget = max(trainer.token_budget, 2 * longest)
             self._attempts[name], self._saved_s[name] = coming.order.attempt, time.monotonic()
             trainer.admit(job)
         except StateError as error:  # its folder is still held by a process that is cut off, or on its way out
@@ -245,8 +260,8 @@ class Worker:
             self._shrink(trainer, error)
             return
         self._ticks += 1
-        self._tick_s = tick.seconds
         self._busy_s += tick.seconds
+        self._last = tick
         self._note(tick.ended)
         now_s = time.monotonic()
         for name, job in list(trainer.jobs.items()):
@@ -270,6 +285,7 @@ class Worker:
         lengths = {name: longest_rows(job.data, job.per_sequence) for name, job in trainer.jobs.items()}
         name = max(lengths, key=lambda name: lengths[name])
         before, trainer.token_budget = trainer.token_budget, max(trainer.token_budget // 2, lengths[name])
+        self._most_rows = trainer.token_budget
         if trainer.token_budget < before:
             log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
             return
@@ -297,8 +313,8 @@ class Worker:
                 applied=applied,
                 jobs=jobs,
                 ticks=self._ticks,
-                tick_s=self._tick_s,
                 busy_s=self._busy_s,
+                **_describe_tick(self._last),
             )
         )
 
@@ -319,6 +335,19 @@ def _describe(job: ResidentJob, attempt: int) -> JobReport:
         _finite(job.loss),
         _finite(job.eval_loss),
     )
+
+
+def _describe_tick(tick: Tick | None) -> dict[str, Any]:
+    if tick is None:
+        return {}
+    trained = tick.phase is Phase.TRAINING
+    return {
+        "tick_s": tick.seconds,
+        "tick_tokens": tick.num_tokens if trained else 0,
+        "tick_jobs": len(tick.ranks),
+        "tick_ranks": sum(tick.ranks),
+        "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
+    }
 
 
 def _finite(value: float) -> float | None:

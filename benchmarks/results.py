@@ -25,7 +25,7 @@ class Row:
     name: str
     shape: str
     ours_ms: float
-    """GiB in the rows named memory/…, as is `against_ms`."""
+    """In `unit`, as is `against_ms`."""
     against: str
     against_ms: float
     ratio: float
@@ -37,6 +37,7 @@ class Row:
     triton: str
     commit: str
     date: str
+    unit: str = "ms"
 
     @property
     def verdict(self) -> str:
@@ -55,28 +56,34 @@ def row(
     against_ms: float,
     target: float | None = None,
     better: Literal["lower", "higher"] = "lower",
+    *,
+    unit: str = "",
+    gpu: str = "",
 ) -> Row:
-    """With what it was measured on."""
+    """With what it was measured on; `gpu`: what it was modelled for, without one. Unit: GiB in the rows named memory/…,
+    else ms."""
+    unit = unit or ("GiB" if name.startswith("memory/") else "ms")
     ratio = ours_ms / against_ms if better == "lower" else against_ms / ours_ms
-    made_on = (torch.cuda.get_device_name(), str(torch.__version__), triton.__version__, commit())
+    made_on = (gpu or torch.cuda.get_device_name(), str(torch.__version__), triton.__version__, commit())
     date = datetime.now(UTC).date().isoformat()
-    return Row(name, shape, ours_ms, against, against_ms, ratio, target, better, *made_on, date)
+    return Row(name, shape, ours_ms, against, against_ms, ratio, target, better, *made_on, date, unit)
 
 
-def folder() -> Path:
-    """Of this GPU's results: `h200` for an NVIDIA H200."""
-    gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    path = ROOT / "benchmarks" / "results" / gpu
+def folder(name: str = "") -> Path:
+    """Of results of this name; without one, of this GPU: `h200` for an NVIDIA H200."""
+    name = name or torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+    path = ROOT / "benchmarks" / "results" / name
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def write(name: str, rows: Sequence[Row]) -> None:
-    """Print the rows, and put them into the file: in the places of rows of their names, else at its end."""
-    path = folder() / f"{name}.json"
+def write(name: str, rows: Sequence[Row], within: str = "") -> None:
+    """Print the rows, and put them into the file: in the places of rows of their names, else at its end. `within`: the
+    folder's name, if it is not the GPU's."""
+    path = folder(within) / f"{name}.json"
     kept = {old["name"]: old for old in json.loads(path.read_text())} if path.exists() else {}
     for new in rows:
-        unit = "GiB" if new.name.startswith("memory/") else "ms"
+        unit = new.unit
         print(
             f"{new.name:<40} {new.shape:<26} {new.ours_ms:9.3f} {unit}, {new.against_ms:9.3f} {unit} {new.against:<31}"
             f" {new.ratio:6.3f} {new.verdict}",

@@ -334,6 +334,56 @@ def down() -> None:
                 local_cluster.stop()
 
 
+@app.command()
+def profile(
+    base: Annotated[str, typer.Argument(help="Hub name or folder of a model.")],
+    folder: Annotated[Path, typer.Option(help="Where profiles are kept, one a GPU type and base.")] = Path("profiles"),
+    device: Device = None,
+) -> None:
+    """Measure how long a base's ticks take on this machine, for `tlora simulate`."""
+    with _quiet():
+        _refuse_device(device)
+        from tlora.capacity import Capacity
+        from tlora.profiling import cached_profile
+        from tlora.spec import BaseSpec
+        from tlora.supermodel import SuperModel
+
+        path = cached_profile(SuperModel.load(BaseSpec(model=base), device=device), folder)
+        (model,) = Capacity.load(path).models.values()
+        typer.echo(f"{path}: fitted within {100 * model.error:.1f} %, {model.budget} tokens fill a tick")
+
+
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="CSV of jobs, or JSON of distributions to draw them from.")],
+    profile: Annotated[Path, typer.Option(help="Measured ticks of a GPU: a profile.json.", show_default=False)],
+    gpus: Annotated[int, typer.Option(min=1, help="Of the cluster, eight a node.")] = 128,
+    load: Annotated[float, typer.Option(min=0.01, help="Of a drawn trace: offered over available GPU time.")] = 1.0,
+    days: Annotated[float, typer.Option(min=0.01, help="Of a drawn trace.")] = 7.0,
+    ways: Annotated[
+        list[str] | None, typer.Option("--way", help="Of scheduling; several times. Default: tlora and three others.")
+    ] = None,
+    bases: Annotated[list[str] | None, typer.Option("--base", help="Of the profile. Default: all.")] = None,
+    measure: Annotated[str, typer.Option(help="Lone speed: own, or peft.")] = "own",
+    seed: Annotated[int, typer.Option(min=0, help="Of what a trace does not record.")] = 0,
+    bound: Annotated[float, typer.Option(min=1.0, help="Slowdown that jobs bear.")] = 3.0,
+    backlog: Annotated[bool, typer.Option("--backlog", help="All jobs are there at time 0.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Other loads, too.")] = False,
+    loss_every: Annotated[float, typer.Option(min=0.0, help="Hours between losses of a node; 0: none.")] = 0.0,
+    spot_nodes: Annotated[int, typer.Option(min=0, help="Nodes that come and go.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("simulation"),
+) -> None:
+    """Replay a trace through the scheduler and its baselines: table, JSON, HTML, PNG."""
+    from rich.console import Console
+
+    from tlora.replays import DEFAULT_WAYS, Scene, present
+    from tlora.simulate import Faults
+
+    faults = Faults(loss_every_s=3600.0 * loss_every, spot_nodes=spot_nodes, seed=seed)
+    scene = Scene(trace, profile, gpus, load, days, tuple(bases or ()), measure, seed, bound, backlog, faults)
+    present(Console(), scene, ways or DEFAULT_WAYS, output, sweep=sweep)
+
+
 def _load(paths: list[Path], overrides: list[str]) -> "list[JobSpec]":  # type: ignore[name-defined]  # noqa: F821
     from tlora.spec import load_job, refuse_clashes
 

@@ -22,6 +22,8 @@ class ClusterSpec(Spec):
     max_workers: Count = 8
     """Of all groups together."""
     jobs_per_worker: Count = 16
+    quotas: dict[str, Count] = Field(default_factory=dict)
+    """Most workers that a user's jobs may be on at once, by user; others are free."""
     gpus_per_worker: Annotated[int, Field(strict=True, ge=0, le=1)] = 1
     """0: workers train on CPUs."""
     cpus_per_worker: Positive = 1.0

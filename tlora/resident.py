@@ -47,6 +47,7 @@ class ResidentJob:
     ):
         self.spec, self.data, self.state, self.record = spec, data, state, record
         self.tokenizer, self.per_sequence = tokenizer, per_sequence
+        self.share = spec.share
         self.digest = digest(data)
         self.slot = -1
         self.folder = JobFolder(spec.folder)

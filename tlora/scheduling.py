@@ -1,162 +1,224 @@
-"""Who trains where: a pure function from what is known to what is to be done. No torch, no Ray, no clock.
+"""Who trains where, and how fast: a function of a state and a time. No torch, no Ray, no clock.
 
-Called by the scheduler actor. This is the simple policy: jobs in the order of their submission, each on the least
-loaded worker of its base that has room.
+Called by the scheduler actor and by the simulator, which differ in nothing but who carries the plan out. The rule is
+tLoRA's (arXiv 2602.07263): jobs of one base share; the most urgent is placed first; its partner is found by a binary
+cut in the order of residual capacity; it joins if the joint throughput beats that apart and everybody stays within its
+bound. What the paper leaves open is ours: urgency is shortness (in GPU-seconds, of jobs that share), aged so that
+nobody starves; idle GPUs first, else what nobody misses, else what stretched jobs give back, else a merge, else the
+place of a job that has far longer to go.
 """
 
-from collections.abc import Iterator
+from bisect import insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+from tlora import sizing
+from tlora.placement import Job, Model, Placements, Unmeasured, Worker, part_of
+from tlora.policy import Planner
+from tlora.sizing import Group
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingJob:
-    """A job that has no place."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds in which a job, or a worker, makes no progress. Measured ones name their place in LOG.md."""
 
-    name: str
-    base: str
-    """Jobs of one base may share a super-model."""
-    submitted_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One GPU process of a group."""
-
-    name: str
-    jobs: frozenset[str]
-    is_leaving: bool = False
-    """Its node is drained: it gets no job, and gives up those it has."""
-    idle_since_s: float | None = None
-    """When its last job left; None while it has one."""
+    attach_s: float = 0.3
+    """Taking a job in on a warm worker: 0.26 s from submission to the first step on a toy base."""
+    move_s: float = 1.0
+    """Saving it first, then the same elsewhere. Modelled."""
+    split_s: float = 2.0
+    """Another number of workers: a process group is made anew in 1.0 to 1.4 s."""
+    load_s: float = 30.0
+    """A base of 8B parameters, and a worker's start. Modelled: 16 GB at about a GB a second, 11 s for the start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The workers on one base. Its size is what was asked for: some may not have come yet, and not be in `workers`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a plan keeps to; the parts that can be left out, to see what each gains."""
 
-    name: str
-    base: str
-    size: int
-    workers: tuple[Worker, ...]
-    idle_since_s: float | None
-    """When its last job left; None while it has one."""
+    shares: bool = True
+    """Jobs join others."""
+    urgency: Literal["shortest", "submitted"] = "shortest"
+    is_elastic: bool = True
+    """Jobs get more GPUs than they ask for when some idle, and fewer when others wait."""
+    preempts: bool = True
+    """Jobs make room for far shorter ones, and wait on."""
+    patience_s: float = 24 * 3600.0
+    patience_lone: float = 10.0
+    """A job has waited as long as it may after `patience_s` and so many times its predicted time alone."""
+    preempt_factor: float = 2.0
+    """How much longer a job must have to go than the one that takes its place."""
+    gain: float = 0.3
+    """How many lone jobs' speed a merge must add: the joint speed less that apart."""
+    repay: float = 10.0
+    """A change must gain so many times what it costs."""
+    priority_factor: float = 4.0
+    """How much shorter one step of priority makes a job look."""
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """Most workers that a user's jobs may be on at once, by user."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterState:
-    """All that a decision may depend on."""
-
-    waiting: tuple[WaitingJob, ...]
-    groups: tuple[Group, ...]
-    max_workers: int
-    """Of all groups together."""
-    jobs_per_worker: int
-    idle_s: float
-    """A group, or a worker that the rest could do without, goes after being idle for so long."""
+RULES, COSTS = Rules(), Costs()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The difference to be made, each part with its reason."""
 
-    places: dict[str, str] = field(default_factory=dict)
-    """Worker by job."""
-    moves: frozenset[str] = frozenset()
-    """Jobs that must leave the worker they are on."""
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Workers by job. A job that is elsewhere goes there once its state is saved."""
+    moves: set[str] = field(default_factory=set)
+    """Jobs that are to leave their workers, saved, and wait."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Predicted steps a second of jobs for which they have changed."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Tokens of each tick of its worker, by job, where some have changed."""
+    budgets: dict[str, int] = field(default_factory=dict)
+    """Most tokens of a tick, by worker, where some have changed."""
+    loads: dict[str, str] = field(default_factory=dict)
+    """Base to be loaded, by worker."""
     sizes: dict[str, int] = field(default_factory=dict)
     """New size by group."""
     leaves: dict[str, frozenset[str]] = field(default_factory=dict)
     """Workers to let go, by group: none has a job."""
     starts: dict[str, int] = field(default_factory=dict)
     """Size of a new group by base."""
-    stops: frozenset[str] = frozenset()
+    stops: set[str] = field(default_factory=set)
+    """Groups that are to end."""
+    demand: dict[str, int] = field(default_factory=dict)
+    """Workers that would let every job run within its bound now, by base: for whoever adds machines."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Why, by job or group; for a job without a place, what it waits for."""
+
+
+class ClusterState(Placements):
+    """All that a decision may depend on. `schedule` leaves it as it will be once the plan is carried out."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        *,
+        rules: Rules = RULES,
+        costs: Costs = COSTS,
+        jobs_per_worker: int = 64,
+        groups: Mapping[str, Group] | None = None,
+        max_workers: int = 0,
+        idle_s: float = 300.0,
+    ):
+        """`groups`: None where workers are a given, as in a trace's cluster: none is asked for or let go."""
+        super().__init__(models, jobs_per_worker)
+        self.groups, self.max_workers, self.idle_s = groups, max_workers, idle_s
+        self.rules, self.costs = rules, costs
+        self.arrived: dict[str, None] = {}
+        """Jobs that no plan has seen yet."""
+        self.freed: set[str] = set()
+        """Bases on whose workers something has become free since the last plan; an empty one: a worker has."""
+        self.deadlines: list[tuple[float, str]] = []
+        self.overdue: dict[str, None] = {}
+        self.by_quota: dict[str, dict[str, None]] = {}
+        """Jobs that wait for their user's quota, by user."""
+
+    # --- events
+
+    def submit(self, job: Job, *, is_new: bool = True) -> None:
+        """It waits from now on. Of one that is not new a plan has been made before: it did not find a place."""
+        self._measure(job)
+        self._wait(job)
+        if not is_new:
+            self.arrived.pop(job.name)
+            self.freed.add(job.base)
+
+    def keep(self, job: Job, worker: Worker) -> None:
+        """It has been there, before this state was made."""
+        self._measure(job)
+        self.pool(job.base).running.put(job.name, self.key(job))
+        self.seat(job, worker)
+
+    def _measure(self, job: Job) -> None:
+        """What is predicted of it."""
+        model = self.pool(job.base).model
+        job.alone_s = model.best_alone_s(job.load, job.gpus)
+        job.fewest = next(
+            (
+                count
+                for count in range(1, job.load.batch + 1)
+                if self._split_s(job, count) <= job.bound * job.alone_s * (1.0 + 1e-9)
+            ),
+            min(range(1, job.load.batch + 1), key=lambda count: self._split_s(job, count)),
+        )
+        if not job.can_split:
+            job.fewest = 1
+        self.jobs[job.name] = job
+        patience_s = self.rules.patience_s + self.rules.patience_lone * job.remaining * job.alone_s
+        insort(self.deadlines, (job.submitted_s + patience_s, job.name))
+
+    def _split_s(self, job: Job, count: int) -> float:
+        """Step time of a job on so many workers, wherever they are."""
+        model, rank = self.pool(job.base).model, job.load.rank
+        return model.fastest_s(job.load, count) - model.reduce_s(rank, count) + model.reduce_s(rank, count, 2)
+
+    def _wait(self, job: Job) -> None:
+        self.pool(job.base).waiting.put(job.name, self.key(job))
+        self.arrived[job.name] = None
+
+    def end(self, name: str, now_s: float) -> None:
+        """A job is gone, for whatever reason."""
+        job = self.jobs.pop(name)
+        self._forget(job)
+        if job.workers:
+            self.free(job, now_s)
+        self.changed.pop(name, None)
+
+    def lose(self, worker: str, now_s: float) -> list[Job]:
+        """A worker is gone; its jobs wait again. The caller sets what they have lost."""
+        lost = self.drop_worker(worker, now_s)
+        for job in lost:
+            self._forget(job)
+            self._wait(job)
+            if job.is_overdue:
+                self.overdue[job.name] = None
+        self.freed.update(job.base for job in lost)
+        return lost
+
+    def come(self, worker: Worker) -> None:
+        """A worker is there."""
+        self.put_worker(worker)
+        self.freed.add("")
+
+    def free(self, job: Job, now_s: float) -> None:
+        """Take a job off its workers, for others to use."""
+        workers = job.workers
+        self.take(job, now_s)
+        self.freed.add(job.base)
+        if not all(worker.jobs for worker in workers):
+            self.freed.add("")
+
+    def _forget(self, job: Job) -> None:
+        pool = self.pool(job.base)
+        for order in (pool.waiting, pool.running, pool.stretched):
+            order.drop(job.name)
+        self.arrived.pop(job.name, None)
+        self.overdue.pop(job.name, None)
+        self.by_quota.get(job.user, {}).pop(job.name, None)
+
+    def key(self, job: Job) -> float:
+        """Of urgency, the lower the more urgent: GPU-seconds that it will take where it shares."""
+        pool = self.pool(job.base)
+        if self.rules.urgency == "submitted" or isinstance(pool.model, Unmeasured):
+            return job.submitted_s - job.priority * 1e9
+        part = part_of(pool.model, job, 1)
+        return job.remaining * part * pool.model.token_s / self.rules.priority_factor**job.priority
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(pool.waiting) for pool in self.pools.values())
 
 
 def schedule(state: ClusterState, now_s: float) -> Plan:
     """The plan for this moment. The same state and time give the same plan."""
     plan = Plan()
-    load = {worker.name: len(worker.jobs) for group in state.groups for worker in group.workers}
-    homes = {group.base: group for group in state.groups}
-    room = state.max_workers - sum(group.size for group in state.groups)
-    unplaced: dict[str, int] = {}
-    for job in sorted(state.waiting, key=lambda job: (job.submitted_s, job.name)):
-        home = homes.get(job.base)
-        open_to_it = [
-            worker.name
-            for worker in (home.workers if home else ())
-            if not worker.is_leaving and load[worker.name] < state.jobs_per_worker
-        ]
-        if open_to_it:
-            worker = min(open_to_it, key=lambda name: (load[name], name))
-            plan.places[job.name] = worker
-            plan.reasons[job.name] = f"least loaded of {len(open_to_it)} with room: {load[worker]} job(s)"
-            load[worker] += 1
-        else:
-            unplaced[job.base] = unplaced.get(job.base, 0) + 1
-            coming = home.size - len(home.workers) if home else 0
-            plan.reasons[job.name] = _wait(home is not None, coming, room, state)
-    for base, count in unplaced.items():
-        room -= _ask_for_workers(plan, state, homes.get(base), base, count, room)
-    freed = frozenset(
-        job for group in state.groups for worker in group.workers if worker.is_leaving for job in worker.jobs
-    )
-    wanted = {job.base for job in state.waiting}
-    leaves = dict(_spare_workers(state, wanted, now_s))
-    emptied = {group.name for group in state.groups if group.workers and _remaining(group, leaves) == 0}
-    idle = frozenset({*_idle_groups(state, wanted, now_s), *emptied})
-    leaves = {name: workers for name, workers in leaves.items() if name not in idle}
-    smaller = {group.name: _remaining(group, leaves) for group in state.groups if group.name in leaves}
-    sizes = {**plan.sizes, **smaller}
-    return Plan(plan.places, freed, sizes, leaves, plan.starts, idle, plan.reasons)
-
-
-def _wait(has_group: bool, coming: int, room: int, state: ClusterState) -> str:
-    if coming:
-        return f"waits for {coming} worker(s) that are starting"
-    if room > 0:
-        return "waits for a worker, asked for now"
-    what = "every worker of its base is full" if has_group else "no worker has its base"
-    return f"{what}, and all {state.max_workers} workers of the cluster are taken"
-
-
-def _ask_for_workers(plan: Plan, state: ClusterState, home: Group | None, base: str, count: int, room: int) -> int:
-    """Enough workers for so many jobs without a place, as far as there is room; returns how many were asked for."""
-    coming = home.size - len(home.workers) if home else 0
-    wanted = -(-count // state.jobs_per_worker) - coming
-    asked = max(0, min(wanted, room))
-    if not asked:
-        return 0
-    if home is None:
-        plan.starts[base] = asked
-    else:
-        plan.sizes[home.name] = home.size + asked
-        plan.reasons[home.name] = f"{count} job(s) without a place: {asked} more worker(s)"
-    return asked
-
-
-def _idle_groups(state: ClusterState, wanted: set[str], now_s: float) -> Iterator[str]:
-    for group in state.groups:
-        if group.base not in wanted and group.idle_since_s is not None and now_s - group.idle_since_s >= state.idle_s:
-            yield group.name
-
-
-def _spare_workers(state: ClusterState, wanted: set[str], now_s: float) -> Iterator[tuple[str, frozenset[str]]]:
-    """Workers without jobs that are leaving, or have been idle for long while others of their group are not."""
-    for group in state.groups:
-        gone = {worker.name for worker in group.workers if worker.is_leaving and not worker.jobs}
-        if group.base not in wanted and group.idle_since_s is None:
-            gone |= {
-                worker.name
-                for worker in group.workers
-                if worker.idle_since_s is not None and now_s - worker.idle_since_s >= state.idle_s
-            }
-        if gone:
-            yield group.name, frozenset(gone)
-
-
-def _remaining(group: Group, leaves: dict[str, frozenset[str]]) -> int:
-    """A group's size once these have left: those that stay, and those that are still to come."""
-    gone = len(leaves.get(group.name, ()))
-    return max(group.size, len(group.workers)) - gone
+    Planner(state, now_s, plan).plan()
+    if state.groups is not None:
+        sizing.size_groups(state, state.groups, plan, now_s)
+    return plan

@@ -194,6 +194,12 @@ class JobSpec(Spec):
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 42
     share: Positive = 1.0
     """Weight in the deal of each tick's tokens among the jobs of a super-model."""
+    max_slowdown: Annotated[Number, Field(ge=1.0, allow_inf_nan=False)] = 3.0
+    """How many times its lone step time a step may take beside others, as predicted when it is placed."""
+    priority: Annotated[int, Field(strict=True, ge=-10, le=10)] = 0
+    """Each step makes the job look four times as short to the cluster's scheduler, which prefers short ones."""
+    user: str = ""
+    """Whose quota of workers it counts against, if the cluster has one."""
     output: PathText = ""
     """Folder for the adapter; `outputs/<name>` if not given."""
     tracking: TrackingSpec = TrackingSpec()
@@ -210,7 +216,14 @@ class JobSpec(Spec):
         return Path(self.output)
 
 
-_FREE = ("output", "save_every", "share")  # may change between a save and its resume
+_FREE = (
+    "output",
+    "save_every",
+    "share",
+    "max_slowdown",
+    "priority",
+    "user",
+)  # may change between a save and its resume
 # What people type who come from PEFT, transformers or TRL.
 _SPOKEN_ELSEWHERE = {
     "r": "adapter.rank", "lora_r": "adapter.rank", "lora_rank": "adapter.rank",
@@ -230,7 +243,7 @@ _SPOKEN_ELSEWHERE = {
     "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size", "micro_batch_size": "batch_size",
     "gradient_accumulation_steps": "batch_size", "eval_steps": "eval_every", "save_steps": "save_every",
     "output_dir": "output", "wandb": "tracking.wandb", "wandb_project": "tracking.project",
-    "report_to": "tracking.wandb", "priority": "share",
+    "report_to": "tracking.wandb", "weight": "share", "slowdown": "max_slowdown",
 }  # fmt: skip
 _NOT_YET = {
     "use_dora": "DoRA is not supported yet: tLoRA trains plain LoRA and rsLoRA",

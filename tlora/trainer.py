@@ -73,6 +73,8 @@ class Tick:
     seconds: float
     ended: tuple[ResidentJob, ...]
     """Jobs that left: finished or failed; their record says why."""
+    ranks: tuple[int, ...] = ()
+    """Of the jobs whose sequences these were."""
 
 
 class Trainer:
@@ -107,9 +109,19 @@ class Trainer:
         """
         if spec.name in self.jobs or spec.name in self.leaving:
             raise StateError(f"job {spec.name} is resident already; want another name.")
+        self.refuse_longer(spec, data)
         job = self.prepare(spec, data, resume=resume, record=record, tokenizer=tokenizer)
         self.admit(job)
         return job
+
+    def refuse_longer(self, spec: JobSpec, data: JobData) -> None:
+        """Raise JobError if one of a job's sequences does not fit into a tick."""
+        longest = longest_rows(data, self.supermodel.deterministic)
+        if longest > self.token_budget:
+            raise JobError(
+                f"job {spec.name}: its longest sequence takes {longest} rows; want at most the token budget, "
+                f"{self.token_budget}. Lower data.max_length or raise the budget."
+            )
 
     def prepare(
         self,
@@ -121,17 +133,12 @@ class Trainer:
         tokenizer: Any = None,
     ) -> ResidentJob:
         """The part of `attach` that takes time, and may run in another thread beside the ticks: a job with its state,
-        which holds its folder until it has been admitted and left, or is given up."""
+        which holds its folder until it has been admitted and left, or is given up. By the time that it is admitted a
+        tick must have room for its longest sequence."""
         with own_stream(self.supermodel.device):
             state = self._new_state(spec)
             record = record or JobRecord(spec.name)
             job = ResidentJob(spec, data, state, record, tokenizer, per_sequence=self.supermodel.deterministic)
-            longest = longest_rows(data, self.supermodel.deterministic)
-            if longest > self.token_budget:
-                raise JobError(
-                    f"job {spec.name}: its longest sequence takes {longest} rows; want at most the token budget, "
-                    f"{self.token_budget}. Lower data.max_length or raise the budget."
-                )
             try:
                 run_id = self._open(job, resume)
                 job.tracker = self._new_tracker(job, run_id)
@@ -191,6 +198,8 @@ class Trainer:
         began_s = time.perf_counter()
         with self.supermodel.threads():
             phase, dealt = self._deal()
+            slots = {item.slot for item in dealt}
+            ranks = tuple(job.spec.adapter.rank for job in self.jobs.values() if job.slot in slots)
             self._send_all(dealt, phase)
             through = self._through(dealt, phase)
             if phase is Phase.TRAINING:
@@ -200,7 +209,7 @@ class Trainer:
         for job in list(self.jobs.values()):
             self._guard(job, job.settle_files)
         tokens = sum(len(item.sequence) for item in dealt)
-        return Tick(phase, tokens, time.perf_counter() - began_s, self.take_ended())
+        return Tick(phase, tokens, time.perf_counter() - began_s, self.take_ended(), ranks)
 
     def take_ended(self) -> tuple[ResidentJob, ...]:
         """Jobs that have left since this was last asked: in a tick, or as they came, if nothing was left to be done."""
@@ -245,7 +254,7 @@ class Trainer:
     def _bid(self, phase: Phase) -> list[Bid]:
         """What a tick of this kind would take of whom; nothing is changed yet."""
         jobs = sorted((job for job in self.jobs.values() if job.phase is phase), key=lambda job: job.slot)
-        claims = [Claim(job.spec.share, job.pending_rows, job.step_rows, job.credit) for job in jobs]
+        claims = [Claim(job.share, job.pending_rows, job.step_rows, job.credit) for job in jobs]
         return list(zip(jobs, claims, deal(claims, self.token_budget, self._turn), strict=True))
 
     def _take(self, bids: list[Bid]) -> list[Item]:

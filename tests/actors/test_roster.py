@@ -13,7 +13,7 @@ from tlora.actors.roster import GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import StateError
 from tlora.job import State
-from tlora.scheduling import schedule
+from tlora.scheduling import Plan, schedule
 from tlora.spec import JobSpec, parse_job
 
 STORAGE = "/storage"
@@ -268,3 +268,31 @@ def test_a_job_that_is_being_cancelled_cannot_be_paused(desk: Desk, running: Fak
     desk.roster.cancel(["a"], desk.now_s)
     with pytest.raises(StateError, match="job a is being cancelled"):
         desk.roster.pause(["a"], desk.now_s)
+
+
+def test_measured_ticks_set_the_shares_and_the_size_of_ticks(desk: Desk, running: FakeWorker) -> None:
+    """Ticks of known cost: once they foretell one another, plans are made by them."""
+    for turn in range(1, 200):
+        tokens = (256, 1024, 4096)[turn % 3]
+        running.report = replace(
+            running.report, ticks=turn, tick_s=0.05 + 1e-4 * tokens, tick_tokens=tokens, tick_jobs=2, tick_ranks=16
+        )
+        running.say()
+    assert not running.orders.token_budget
+    desk.plan()
+    orders = running.say()
+    assert orders.token_budget >= 2048
+    assert set(orders.shares) == {"a", "b"}
+    number = orders.number
+    desk.plan()
+    assert running.say().number == number
+
+
+def test_a_job_that_is_to_be_elsewhere_leaves_first(desk: Desk, running: FakeWorker) -> None:
+    other = FakeWorker(desk, "v", rank=1)
+    other.say()
+    desk.roster.take_places(Plan(places={"a": ("v",)}, reasons={"a": "there is more room"}), desk.now_s)
+    assert set(running.say().jobs) == {"b"}
+    running.say()
+    assert desk.states() == {"a": "queued", "b": "running"}
+    assert not other.say().jobs

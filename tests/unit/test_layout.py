@@ -37,12 +37,14 @@ LAYERS = {
     "tlora.trainer": TRAINER,
     "tlora.group_trainer": TRAINER,
     "tlora.local": TRAINER,
+    "tlora.profiling": TRAINER,
     "tlora.console": FRONT,
     "tlora.client": FRONT,
     "tlora.cli": FRONT,
     "tlora.__main__": FRONT,
 }
-PURE = ("tlora.scheduling", "tlora.simulate", "tlora.job", "tlora.errors", "tlora.plan")
+DECIDING = "scheduling policy placement sizing capacity simulate baselines replays traces report"
+PURE = (*(f"tlora.{name}" for name in DECIDING.split()), "tlora.job", "tlora.errors", "tlora.plan")
 HEAVY = {"torch", "transformers", "ray", "triton", "peft", "datasets", "wandb"}
 
 

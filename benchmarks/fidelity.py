@@ -1,0 +1,192 @@
+"""What the simulator foretells beside what the trainer does: six mixes of jobs on one worker, each by the same plans.
+
+    python -m benchmarks.fidelity [--base BASE] [--seconds 40]
+
+BASE: a key of `benchmarks.step.BASES` (GPU), or `toy`, a small one for a CPU (default without a GPU). The profile is
+taken on the spot, before each mix. Each mix is sized to take about so many seconds. Rows go to
+results/scheduling/fidelity.json: error of the makespan, and the mean error of the jobs' completion times, in percent.
+On a CPU all times are those of this process, which others beside it do not change; a job that comes later does so by
+that clock.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks import results
+from tlora.capacity import Capacity, Load
+from tlora.placement import Job, Worker
+from tlora.profiling import gpu_name, profile, random_data, random_job
+from tlora.scheduling import ClusterState, Costs, schedule
+from tlora.simulate import Simulator
+from tlora.spec import BaseSpec
+from tlora.supermodel import SuperModel
+from tlora.traces import TraceJob
+from tlora.trainer import Trainer, TrainerOptions
+
+TOY = LlamaConfig(
+    vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=4096,
+)  # fmt: skip
+Mix = Sequence[tuple[int, int, int, float, float]]
+"""Rank, batch, length over the longest, share of the mix's work, and when it comes as a share of the mix's time."""
+MIXES: dict[str, Mix] = {
+    "one": [(16, 4, 0.5, 1.0, 0.0)],
+    "two-alike": [(16, 2, 0.5, 0.5, 0.0), (16, 2, 0.5, 0.5, 0.0)],
+    "small-and-large": [(16, 8, 1.0, 0.7, 0.0), (8, 1, 0.25, 0.3, 0.0)],
+    "four-small": [(2, 1, 0.25, 0.25, 0.0), (4, 1, 0.25, 0.25, 0.0), (8, 2, 0.25, 0.25, 0.0), (16, 1, 0.5, 0.25, 0.0)],
+    "arrivals": [(16, 4, 0.5, 0.4, 0.0), (4, 1, 0.25, 0.2, 0.1), (8, 2, 0.5, 0.2, 0.2), (2, 1, 0.5, 0.2, 0.3)],
+    "eight-mixed": [
+        (2, 1, 0.25, 0.1, 0.0), (4, 2, 0.25, 0.1, 0.0), (8, 4, 0.25, 0.1, 0.0), (16, 8, 0.25, 0.1, 0.0),
+        (2, 1, 1.0, 0.15, 0.0), (4, 2, 1.0, 0.15, 0.0), (8, 1, 0.5, 0.15, 0.0), (16, 4, 0.5, 0.15, 0.0),
+    ],
+}  # fmt: skip
+GOAL = 10.0
+
+
+class Bench:
+    """One base on this device, and its profile."""
+
+    def __init__(self, base: str):
+        self.base = base
+        self.longest = 256 if base == "toy" else 2048
+        lengths = [self.longest >> by for by in range(5, -1, -1)]
+        self.model = SuperModel(_fresh(base), BaseSpec(model=base))
+        self.clock = time.perf_counter if self.model.device.type == "cuda" else time.process_time
+        self.lengths = lengths
+
+    def measure(self) -> None:
+        """Its ticks, as they are now: a machine that others use does not stay the same."""
+        self.capacity = Capacity.of(profile(self.model, lengths=self.lengths, clock=self.clock))
+        self.model_of = self.capacity.models[self.base]
+        print(f"profile of {self.base}: fitted within {100 * self.model_of.error:.1f} %", flush=True)
+
+    def jobs(self, mix: Mix, seconds: float) -> list[TraceJob]:
+        jobs = []
+        for at, (rank, batch, length, work, when) in enumerate(mix):
+            load = Load(rank, batch, round(self.longest * length))
+            steps = max(4, round(seconds * work / self.model_of.alone_s(load)))
+            jobs.append(
+                TraceJob(f"j{at}", seconds * when, 1, steps * self.model_of.alone_s(load), self.base, load, 1.0)
+            )
+        return jobs
+
+    def foretell(self, jobs: Sequence[TraceJob], costs: Costs) -> dict[str, float]:
+        """Completion times by the simulator."""
+        replay = Simulator(self.capacity, jobs, 1, costs=costs).run()
+        return {outcome.name: outcome.completion_s for outcome in replay.outcomes}
+
+    def train(self, jobs: Sequence[TraceJob], costs: Costs) -> dict[str, float]:
+        """Completion times of a trainer that does what the same plans say."""
+        with tempfile.TemporaryDirectory(prefix="tlora-fidelity") as folder:
+            return Live(self, Path(folder), jobs, costs).run()
+
+
+class Live:
+    """A trainer, led by plans."""
+
+    def __init__(self, bench: Bench, folder: Path, jobs: Sequence[TraceJob], costs: Costs):
+        self.bench, self.folder = bench, folder
+        self.trainer = Trainer(bench.model, TrainerOptions(token_budget=16384))
+        self.state = ClusterState(bench.capacity.models, costs=costs)
+        self.state.come(Worker("w", "n", bench.base))
+        self.coming = sorted(jobs, key=lambda job: job.submitted_s)
+        self.jobs = {job.name: job for job in jobs}
+        vocab_size = bench.model.outline.vocab_size
+        self.data = {job.name: random_data(job.load.length, vocab_size, seed=at) for at, job in enumerate(jobs)}
+        self.ended: dict[str, float] = {}
+        self.began_s = bench.clock()
+
+    def run(self) -> dict[str, float]:
+        while len(self.ended) < len(self.jobs):
+            now_s = self.bench.clock() - self.began_s
+            if self.coming and self.coming[0].submitted_s <= now_s:
+                self.submit(self.coming.pop(0), now_s)
+            elif self.trainer.jobs:
+                for job in self.trainer.tick().ended:
+                    self.end(job.name)
+        return {name: ended_s - self.jobs[name].submitted_s for name, ended_s in self.ended.items()}
+
+    def submit(self, job: TraceJob, now_s: float) -> None:
+        steps = float(self.steps(job))
+        self.state.submit(Job(job.name, job.base, now_s, job.load, remaining=steps))
+        self.plan(now_s)
+
+    def steps(self, job: TraceJob) -> int:
+        return round(job.duration_s / self.bench.model_of.alone_s(job.load))
+
+    def end(self, name: str) -> None:
+        self.ended[name] = now_s = self.bench.clock() - self.began_s
+        self.state.end(name, now_s)
+        self.plan(now_s)
+
+    def plan(self, now_s: float) -> None:
+        plan = schedule(self.state, now_s)
+        for name in plan.moves:
+            self.trainer.detach(name)
+        for name in plan.places.keys() - self.trainer.jobs.keys():
+            job = self.jobs[name]
+            self.trainer.token_budget = max(self.trainer.token_budget, job.load.length)
+            spec = random_job(
+                self.folder, name, job.base, adapter={"rank": job.load.rank}, batch_size=job.load.batch,
+                steps=self.steps(job),
+            )  # fmt: skip
+            self.trainer.attach(spec, self.data[name], resume=True)
+        for name, job in self.trainer.jobs.items():
+            job.share = plan.shares.get(name, job.share)
+        if "w" in plan.budgets:
+            longest = max(self.jobs[name].load.length for name in self.trainer.jobs)
+            self.trainer.token_budget = max(plan.budgets["w"], longest)
+
+
+def _fresh(base: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if base == "toy":
+        return AutoModelForCausalLM.from_config(TOY, dtype=torch.float32)
+    from benchmarks.step import BASES, fresh
+
+    return fresh(BASES[base])
+
+
+def errors(foretold: Mapping[str, float], seen: Mapping[str, float], jobs: Sequence[TraceJob]) -> tuple[float, float]:
+    """Of the makespan, and the mean one of completion times: percent."""
+    ends = [
+        max(job.submitted_s + times[job.name] for job in jobs) - min(job.submitted_s for job in jobs)
+        for times in (foretold, seen)
+    ]
+    each = [abs(foretold[name] / seen[name] - 1.0) for name in seen]
+    return 100.0 * abs(ends[0] / ends[1] - 1.0), 100.0 * statistics.mean(each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="llama-8b" if torch.cuda.is_available() else "toy")
+    parser.add_argument("--seconds", type=float, default=40.0)
+    arguments = parser.parse_args()
+    bench = Bench(arguments.base)
+    costs = Costs(attach_s=0.0, move_s=0.0, load_s=0.0)
+    name = gpu_name(bench.model.device)
+    rows = []
+    for mix, parts in MIXES.items():
+        bench.measure()
+        jobs = bench.jobs(parts, arguments.seconds)
+        foretold, seen = bench.foretell(jobs, costs), bench.train(jobs, costs)
+        for what, error in zip(("makespan", "completion"), errors(foretold, seen, jobs), strict=True):
+            row = results.row(
+                f"fidelity/{name}/{mix}/{what}", f"{bench.base}; {len(jobs)} jobs", max(foretold.values()),
+                "the trainer; ratio: error in %", max(seen.values()), GOAL, unit="s", gpu=name,
+            )  # fmt: skip
+            rows.append(replace(row, ratio=error))
+        print(mix, {job: (round(foretold[job], 1), round(seen[job], 1)) for job in seen}, flush=True)
+    results.write("fidelity", rows, "scheduling")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""What holds of every plan, over arbitrary events: bounds, memory, nothing lost, nobody starves."""
+
+import copy
+from collections.abc import Callable
+
+import made_up
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlora.capacity import BaseModel, Capacity, Load
+from tlora.placement import Job, Worker
+from tlora.policy import Planner
+from tlora.scheduling import ClusterState, Plan, Rules, schedule
+
+CAPACITY = Capacity.of(made_up.content())
+LOADS = st.builds(Load, st.sampled_from((2, 16, 64)), st.sampled_from((1, 2, 4, 8)), st.sampled_from((512, 1024, 2048)))
+JOBS = st.builds(
+    dict, load=LOADS, base=st.sampled_from(made_up.BASES), gpus=st.sampled_from((1, 1, 2, 8)),
+    bound=st.sampled_from((1.0, 1.5, 3.0, 8.0)), priority=st.integers(-1, 1), user=st.sampled_from("xy"),
+    remaining=st.floats(1.0, 1e6), can_split=st.booleans(), can_move=st.booleans(),
+)  # fmt: skip
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), JOBS),
+        st.tuples(st.sampled_from(("end", "lose", "come")), st.integers(0, 99)),
+        st.tuples(st.just("pass"), st.floats(1.0, 1e5)),
+    ),
+    max_size=40,
+)  # fmt: skip
+RULES = st.builds(
+    Rules, shares=st.booleans(), urgency=st.sampled_from(("shortest", "submitted")), is_elastic=st.booleans(),
+    preempts=st.booleans(), quotas=st.sampled_from(({}, {"x": 1})),
+)  # fmt: skip
+
+
+def fresh(rules: Rules = Rules(), workers: int = 5, jobs_per_worker: int = 6) -> ClusterState:  # noqa: B008
+    state = ClusterState(CAPACITY.models, rules=rules, jobs_per_worker=jobs_per_worker)
+    for at in range(workers):
+        state.come(Worker(f"w{at}", f"n{at // 2}"))
+    return state
+
+
+class Play:
+    """Events on a state, and the jobs that should be there."""
+
+    def __init__(self, state: ClusterState):
+        self.state, self.now_s, self.open = state, 0.0, set[str]()
+        self.num_jobs = self.num_workers = 0
+
+    def event(self, kind: str, value: object) -> Plan:
+        state = self.state
+        if kind == "submit":
+            assert isinstance(value, dict)
+            name = f"j{self.num_jobs}"
+            self.num_jobs += 1
+            self.open.add(name)
+            state.submit(Job(name, submitted_s=self.now_s, **value))
+        elif kind == "pass":
+            assert isinstance(value, float)
+            self.now_s += value
+        elif kind == "come":
+            self.num_workers += 1
+            state.come(Worker(f"new{self.num_workers}", "n9"))
+        elif kind == "end" and self.open:
+            assert isinstance(value, int)
+            name = sorted(self.open)[value % len(self.open)]
+            self.open.remove(name)
+            state.end(name, self.now_s)
+        elif kind == "lose" and state.workers:
+            assert isinstance(value, int)
+            state.lose(sorted(state.workers)[value % len(state.workers)], self.now_s)
+        return schedule(state, self.now_s)
+
+
+def check(play: Play) -> None:
+    state = play.state
+    assert state.jobs.keys() == play.open
+    for name, job in state.jobs.items():
+        places = [
+            name in state.pool(job.base).waiting.keys, name in state.by_quota.get(job.user, {}), bool(job.workers)
+        ]  # fmt: skip
+        assert places.count(True) == 1, (name, places)
+        assert all(worker.jobs[name] is job for worker in job.workers)
+        assert len(set(job.workers)) == len(job.workers) <= job.load.batch
+        if job.workers:
+            assert job.rate > 0.0
+            assert job.slowdown <= job.bound * (1 + 1e-6) or job.alone_s * job.bound < split_s(state, job)
+    for worker in state.workers.values():
+        check_worker(state, worker)
+    assert state.num_idle == sum(not worker.jobs for worker in state.workers.values())
+    for user, quota in state.rules.quotas.items():
+        assert sum(len(job.workers) for job in state.jobs.values() if job.user == user) <= quota
+
+
+def split_s(state: ClusterState, job: Job) -> float:
+    """The least step time that it could have: one of a bound that no number of workers keeps gets that."""
+    return min(state._split_s(job, count) for count in range(1, job.load.batch + 1)) if job.can_split else 1e9
+
+
+def check_worker(state: ClusterState, worker: Worker) -> None:
+    jobs = worker.jobs.values()
+    assert len(jobs) <= state.jobs_per_worker
+    assert all(worker in job.workers and job.base == worker.base for job in jobs)
+    if not jobs:
+        return
+    model = state.pool(worker.base).model
+    assert isinstance(model, BaseModel)
+    tokens = sum(worker.tokens.values())
+    assert len(jobs) == 1 or tokens <= model.budget * (1 + 1e-9)
+    assert model.peak_bytes(tokens, sum(job.load.rank for job in jobs)) <= model.memory_bytes
+    if not state.rules.shares:
+        assert len(jobs) == 1
+
+
+@given(RULES, EVENTS)
+@settings(max_examples=150, deadline=None)
+def test_every_plan_keeps_what_it_promises(rules: Rules, events: list[tuple[str, object]]) -> None:
+    play = Play(fresh(rules))
+    for kind, value in events:
+        play.event(kind, value)
+        check(play)
+
+
+@given(EVENTS)
+@settings(max_examples=40, deadline=None)
+def test_the_same_state_gives_the_same_plan(events: list[tuple[str, object]]) -> None:
+    play = Play(fresh())
+    for kind, value in events:
+        play.event(kind, value)
+    play.now_s += 1.0
+    play.state.submit(Job("last", "left", play.now_s, Load(16, 4, 512)))
+    other = copy.deepcopy(play.state)
+    assert schedule(other, play.now_s) == schedule(play.state, play.now_s)
+
+
+def flood(state: ClusterState, *, days: float, name: str) -> float:
+    """Short jobs come half as fast again as they can run; when does the long one begin?"""
+    random, now_s, count = np.random.default_rng(0), 0.0, 0
+    state.submit(Job(name, "left", 0.0, Load(16, 8, 2048), remaining=86400.0))
+    while now_s < days * 86400.0:
+        if state.jobs[name].workers:
+            return now_s
+        count += 1
+        state.submit(Job(f"s{count}", "left", now_s, Load(16, 8, 1024), remaining=float(random.uniform(400, 800))))
+        schedule(state, now_s)
+        now_s += 100.0
+        for job in [job for job in state.jobs.values() if job.workers and job.name != name]:
+            job.done_by(now_s)
+            if job.remaining <= 0.0:
+                state.end(job.name, now_s)
+    return np.inf
+
+
+def test_nobody_starves() -> None:
+    """A wait is bounded: by a job's patience, then by the work of those whose patience ended before its own."""
+    rules = Rules(patience_s=7200.0, patience_lone=0.1)
+    state = fresh(rules, workers=2)
+    for at in range(4):
+        state.submit(Job(f"first{at}", "left", 0.0, Load(16, 8, 1024), remaining=600.0))
+    schedule(state, 0.0)
+    waited_s = flood(state, days=3.0, name="long")
+    limit_s = rules.patience_s + rules.patience_lone * 86400.0 * state.jobs["long"].alone_s
+    num_before = (limit_s - rules.patience_s) / 100.0
+    work_s = num_before * 600.0 * CAPACITY.models["left"].alone_s(Load(16, 8, 1024)) / len(state.workers)
+    assert 3600.0 < waited_s <= max(limit_s, work_s) + 3600.0
+
+
+def test_without_ageing_it_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_age", lambda self: None)
+    state = fresh(Rules(patience_s=7200.0, patience_lone=0.1), workers=2)
+    for at in range(4):
+        state.submit(Job(f"first{at}", "left", 0.0, Load(16, 8, 1024), remaining=600.0))
+    schedule(state, 0.0)
+    assert np.isinf(flood(state, days=3.0, name="long"))
+
+
+def two_jobs(loads: tuple[Load, Load], rules: Rules, bound: float = 3.0) -> ClusterState:
+    """On one worker whose small ticks are dear, the second after the first."""
+    state = ClusterState(Capacity.of(made_up.content(floor_ms=190.0)).models, rules=rules)
+    state.come(Worker("w", "n"))
+    for at, load in enumerate(loads):
+        state.submit(Job(f"j{at}", "left", float(at), load, bound=bound, remaining=1e5))
+        schedule(state, float(at))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("loads", "bound", "together"),
+    [
+        ((Load(16, 8, 2048), Load(16, 1, 512)), 3.0, True),  # its token is cheaper beside others than alone
+        ((Load(16, 8, 2048), Load(16, 8, 2048)), 3.0, False),  # nothing is gained
+        ((Load(16, 1, 512), Load(16, 1, 512)), 3.0, True),  # there is room
+        ((Load(16, 8, 2048), Load(16, 1, 512)), 1.05, False),  # it would be slowed beyond its bound
+    ],
+)
+def test_jobs_merge_where_that_gains_and_nobody_is_slowed_too_much(
+    loads: tuple[Load, Load], bound: float, together: bool
+) -> None:
+    state = two_jobs(loads, Rules(preempts=False, gain=0.05), bound)
+    assert bool(state.jobs["j1"].workers) is together
+
+
+def test_only_jobs_of_one_base_share() -> None:
+    state = fresh(workers=1)
+    state.submit(Job("a", "left", 0.0, Load(16, 1, 512), remaining=1e5))
+    state.submit(Job("b", "right", 0.0, Load(16, 1, 512), remaining=1e5))
+    plan = schedule(state, 0.0)
+    assert set(plan.places) == {"a"}
+    assert plan.reasons["b"].startswith("waits")
+
+
+def test_a_far_shorter_job_takes_the_place_of_a_long_one_whose_state_can_be_saved() -> None:
+    for can_move, moves in ((True, {"long"}), (False, set())):
+        state = fresh(workers=1)
+        state.submit(Job("long", "left", 0.0, Load(16, 8, 2048), remaining=1e5, can_move=can_move))
+        schedule(state, 0.0)
+        state.submit(Job("short", "left", 1.0, Load(16, 8, 2048), remaining=100.0))
+        plan = schedule(state, 1.0)
+        assert plan.moves == moves
+        assert bool(state.jobs["short"].workers) is can_move
+
+
+def test_idle_workers_go_to_a_large_job_and_come_back_when_another_needs_one() -> None:
+    state = fresh(workers=4)
+    state.submit(Job("large", "left", 0.0, Load(16, 8, 2048), remaining=1e5))
+    schedule(state, 0.0)
+    assert len(state.jobs["large"].workers) == 4
+    state.submit(Job("other", "left", 10.0, Load(16, 4, 2048), remaining=1e5))
+    plan = schedule(state, 10.0)
+    assert "gives 2 worker(s) to other" in plan.reasons["large"]
+    assert len(state.jobs["other"].workers) >= 1
+
+
+def test_a_change_must_repay_itself() -> None:
+    for remaining, workers in ((10.0, 1), (1e5, 4)):
+        state = fresh(workers=4)
+        state.submit(Job("large", "left", 0.0, Load(16, 8, 2048), remaining=remaining))
+        schedule(state, 0.0)
+        assert len(state.jobs["large"].workers) == workers
+
+
+def test_a_plan_touches_what_the_event_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many workers, the workers looked at after one event are few."""
+    state = fresh(workers=400)
+    for at in range(1500):
+        state.submit(Job(f"j{at}", made_up.BASES[at % 2], 0.0, Load(16, 1, 1024), remaining=1e5))
+    schedule(state, 0.0)
+    looked_at: set[str] = set()
+    fits: Callable[..., float] = Planner._joint
+
+    def spy(self: Planner, job: Job, worker: Worker, *rest: object) -> float:
+        looked_at.add(worker.name)
+        return fits(self, job, worker, *rest)
+
+    monkeypatch.setattr(Planner, "_joint", spy)
+    state.submit(Job("new", "left", 1.0, Load(16, 1, 512), remaining=10.0))
+    schedule(state, 1.0)
+    assert len(looked_at) <= 30

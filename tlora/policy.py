@@ -1,0 +1,351 @@
+"""How a plan is made: who joins whom, who gives way, who gets more. No torch, no Ray, no clock.
+
+Called by `scheduling.schedule` alone, on a state that it leaves as it will be once the plan is carried out.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from tlora.placement import Job, Model, Pool, Unmeasured, Worker, deal
+
+if TYPE_CHECKING:
+    from tlora.scheduling import ClusterState, Plan
+
+_TRIES = 3
+"""Candidates that are looked at before the next way is tried."""
+_WORTH = 1.01
+"""Joint over apart, from where on a merge counts as a gain."""
+_FASTER = 0.9
+"""Step time on more workers over that before, below which a job gets them."""
+
+
+class Planner:
+    """One plan in the making."""
+
+    def __init__(self, state: "ClusterState", now_s: float, made: "Plan"):
+        self.state, self.now_s, self.rules, self.costs, self.made = state, now_s, state.rules, state.costs, made
+
+    def plan(self) -> None:
+        """Fill in the plan."""
+        state = self.state
+        self._age()
+        blocked = self._admit_overdue()
+        arrived = sorted(state.arrived, key=lambda name: (state.key(state.jobs[name]), name))
+        for name in arrived:
+            job = state.jobs.get(name)
+            if job is not None and not job.workers and job.base not in blocked:
+                self._admit(job, can_preempt=True)
+        state.arrived.clear()
+        if state.freed:
+            self._fill_up(blocked)
+            state.freed.clear()
+        if self.rules.is_elastic and state.num_idle and not self._someone_waits():
+            self._spread()
+        for name in state.changed:
+            if name in state.jobs:
+                self.made.rates[name] = state.jobs[name].rate
+        state.changed.clear()
+        self._tell_shares()
+
+    def _tell_shares(self) -> None:
+        """Of workers whose jobs have changed, how their ticks are dealt."""
+        state = self.state
+        for worker in (state.workers.get(name) for name in state.refilled):
+            if worker is not None and worker.jobs and not isinstance(state.pool(worker.base).model, Unmeasured):
+                self.made.budgets[worker.name] = math.ceil(sum(worker.tokens.values()))
+                self.made.shares.update(worker.tokens)
+        state.refilled.clear()
+
+    def _age(self) -> None:
+        """Jobs that have waited as long as they may go before all others, in the order of their deadlines."""
+        state = self.state
+        while state.deadlines and state.deadlines[0][0] <= self.now_s:
+            _, name = state.deadlines.pop(0)
+            job = state.jobs.get(name)
+            if job is not None:
+                job.is_overdue = True
+                if not job.workers:
+                    state.overdue[name] = None
+
+    def _someone_waits(self) -> bool:
+        return any(pool.waiting.items for pool in self.state.pools.values())
+
+    def _admit_overdue(self) -> set[str]:
+        """Jobs that have waited as long as they may, in order. Returns the bases where one still waits: there nobody
+        else is let in, so that what becomes free is its."""
+        blocked: set[str] = set()
+        for name in list(self.state.overdue):
+            job = self.state.jobs[name]
+            if job.base not in blocked and not self._admit(job, can_preempt=True):
+                blocked.add(job.base)
+            if len(blocked) == len(self.state.pools):
+                break
+        return blocked
+
+    def _fill_up(self, blocked: set[str]) -> None:
+        """Let waiting jobs in where something has become free, the most urgent first."""
+        state = self.state
+        for user in list(state.by_quota):
+            for name in list(state.by_quota[user]):
+                self._admit(state.jobs[name], can_preempt=False)
+        bases = state.pools if "" in state.freed else sorted(state.freed & state.pools.keys())
+        for base in bases:
+            pool, failed = state.pools[base], set[str]()
+            while base not in blocked and len(failed) < _TRIES:
+                head = next((name for name in pool.waiting.lowest(_TRIES) if name not in failed), None)
+                if head is None:
+                    break
+                if not self._admit(state.jobs[head], can_preempt=False):
+                    failed.add(head)
+
+    # --- one job
+
+    def _admit(self, job: Job, *, can_preempt: bool) -> bool:
+        """Find it a place; whether there was one."""
+        state = self.state
+        waiting, held = state.pool(job.base).waiting, state.by_quota.setdefault(job.user, {})
+        if self._allowance(job) < job.fewest:
+            waiting.drop(job.name)
+            held[job.name] = None
+            self.made.reasons[job.name] = (
+                f"waits for the quota of user {job.user!r}: {self.rules.quotas[job.user]} worker(s)"
+            )
+            return False
+        if held.pop(job.name, 0) is None:
+            waiting.put(job.name, state.key(job))
+        if self._find(job, can_preempt):
+            return True
+        self.made.reasons[job.name] = "waits: every worker that could take it is full, and none of its jobs gives way"
+        return False
+
+    def _allowance(self, job: Job) -> float:
+        """Workers that it may be on."""
+        return self.rules.quotas.get(job.user, math.inf) - self.state.used.get(job.user, 0) + len(job.workers)
+
+    def _find(self, job: Job, can_preempt: bool) -> bool:
+        pool = self.state.pool(job.base)
+        others_wait = len(pool.waiting) > 1
+        most = job.fewest if others_wait and self.rules.is_elastic else self._useful(job, pool.model)
+        if self._take_idle(job, most, [job.base]):
+            return True
+        joined = self._partners(job, pool) if self.rules.shares else []
+        others = sorted(self.state.idle.keys() - {job.base})
+        if others and (not joined or self._repays_load(job)) and self._take_idle(job, most, others):
+            return True
+        if joined:
+            self._join(job, joined)
+            return True
+        if isinstance(pool.model, Unmeasured):
+            return False
+        if self.rules.is_elastic and self._reclaim(job, pool):
+            return True
+        return self.rules.preempts and can_preempt and self._preempt(job, pool)
+
+    def _useful(self, job: Job, model: Model) -> int:
+        """GPUs that it goes fastest on, of those that it asks for."""
+        if not job.can_split:
+            return 1
+        counts = range(1, int(min(job.gpus, job.load.batch, self._allowance(job))) + 1)
+        return max(job.fewest, min(counts, key=lambda count: (round(model.fastest_s(job.load, count), 6), count)))
+
+    def _take_idle(self, job: Job, most: int, bases: Sequence[str]) -> bool:
+        """Workers without jobs that have, or will have to load, its base: as many as it can use and there are."""
+        if self.state.num_idle < job.fewest:
+            return False
+        for count in sorted({max(most >> by, job.fewest) for by in range(most.bit_length())}, reverse=True):
+            for base in bases:
+                if workers := self._idle(base, count):
+                    self._load(workers, job.base)
+                    self._put(job, workers, f"{count} idle worker(s)" + ("" if base == job.base else ", base loaded"))
+                    return True
+        return False
+
+    def _load(self, workers: list[Worker], base: str) -> None:
+        for worker in workers:
+            if worker.base != base:
+                self.state.load_base(worker, base, self.now_s + self.costs.load_s)
+                self.made.loads[worker.name] = base
+
+    def _repays_load(self, job: Job) -> bool:
+        return job.remaining * job.alone_s > self.rules.repay * self.costs.load_s
+
+    def _idle(self, base: str, count: int) -> list[Worker]:
+        """So many on one node, the one with the fewest that suffices; else on as few nodes as it takes."""
+        nodes = self.state.idle.get(base, {})
+        if sum(map(len, nodes.values())) < count:
+            return []
+        fitting = [(len(names), node) for node, names in nodes.items() if len(names) >= count]
+        chosen: list[str] = []
+        if fitting:
+            chosen = sorted(nodes[min(fitting)[1]])[:count]
+        else:
+            for _, node in sorted(((-len(names), node) for node, names in nodes.items())):
+                chosen += sorted(nodes[node])[: count - len(chosen)]
+        return [self.state.workers[name] for name in chosen]
+
+    def _partners(self, job: Job, pool: Pool) -> list[tuple[Worker, float]]:
+        """The paper's search: a binary cut, in the order of residual capacity, at what the job asks for; of the workers
+        beside it, those with the most left and the full ones, where the joint speed is the most above that apart.
+        Returned with that joint speed; none if there are not enough."""
+        model, count = pool.model, job.fewest
+        claim = self.state.claim_of(job, count)
+        if claim.weight < _WORTH * claim.part * pool.model.token_s:
+            return []  # its tokens are as dear among others as alone
+        most = model.budgets[-1]
+        full = count if claim.weight > (1.0 + self.rules.gain) * claim.part * pool.model.token_s else 0
+        names = dict.fromkeys(
+            (
+                *pool.pressure.lowest(count + 1),
+                *islice(pool.pressure.below(most - claim.part), count + 1),
+                *islice(pool.pressure.from_key(most), full),
+            )
+        )
+        gains = []
+        for name in names:
+            worker = self.state.workers[name]
+            joint = self._joint(job, worker, pool, count)
+            if joint > worker.speed + self.rules.gain:
+                gains.append((joint - worker.speed, joint, worker))
+        gains.sort(key=lambda gain: -gain[0])
+        return [(worker, joint) for _, joint, worker in gains[:count]] if len(gains) >= count else []
+
+    def _joint(self, job: Job, worker: Worker, pool: Pool, count: int) -> float:
+        """Joint speed if it joins, here and on others, `count` in all; 0: somebody would be beyond its bound, or memory
+        would not do."""
+        others = [other.claim for other in worker.jobs.values() if other is not job]
+        if len(others) >= self.state.jobs_per_worker:
+            return 0.0
+        claim = self.state.claim_of(job, count)._replace(key=self.state.key(job), weight=job.alone_s / count)
+        dealt = deal(pool.model, [*others, claim])
+        return dealt.speed if dealt.is_within else 0.0
+
+    def _join(self, job: Job, partners: list[tuple[Worker, float]]) -> None:
+        worker, joint = partners[0]
+        text = f"joins {len(worker.jobs)} job(s): joint speed {joint:.2f} beats {worker.speed:.2f} apart"
+        self._put(job, [worker for worker, _ in partners], text)
+
+    def _reclaim(self, job: Job, pool: Pool) -> bool:
+        """Take back from a job on more workers than it needs: the half that it does not keep."""
+        for name in pool.stretched.highest(_TRIES):
+            other = self.state.jobs[name]
+            kept = max(other.fewest, len(other.workers) // 2)
+            freed = len(other.workers) - kept
+            if freed < job.fewest or other is job:
+                continue
+            keep = other.workers[:kept]
+            if not all(self._joint(other, worker, pool, kept) for worker in keep):
+                continue
+            self._resize(other, keep, f"gives {freed} worker(s) to {job.name}")
+            if self._take_idle(job, job.fewest, [job.base]):
+                return True
+            if self.rules.shares and (joined := self._partners(job, pool)):
+                self._join(job, joined)
+                return True
+        return False
+
+    def _preempt(self, job: Job, pool: Pool) -> bool:
+        """Take the place of a job that has far longer to go."""
+        mine = self.state.key(job)
+        for name in pool.running.highest(_TRIES):
+            other = self.state.jobs[name]
+            if other.is_overdue or not other.can_move or len(other.workers) < job.fewest:
+                continue
+            other.done_by(self.now_s)
+            theirs = self.state.key(other)
+            pays = theirs - mine > self.rules.repay * (self.costs.move_s + self.costs.attach_s)
+            if not job.is_overdue and not (theirs > self.rules.preempt_factor * mine and pays):
+                continue
+            freed = other.workers
+            self.made.moves.add(name)
+            self.made.places.pop(name, None)
+            pool.running.drop(name)
+            pool.stretched.drop(name)
+            self.state.free(other, self.now_s)
+            pool.waiting.put(name, theirs)
+            self.made.reasons[name] = f"makes room for {job.name}, which has less to go; waits, saved"
+            if self._take_idle(job, job.fewest, [job.base]):
+                return True
+            chosen = [worker for worker in freed if self._joint(job, worker, pool, job.fewest)][: job.fewest]
+            if len(chosen) == job.fewest:
+                self._put(job, chosen, f"takes the place of {name}, which has longer to go")
+                return True
+        return False
+
+    def _put(self, job: Job, workers: list[Worker], reason: str) -> None:
+        state, pool = self.state, self.state.pool(job.base)
+        pool.waiting.drop(job.name)
+        state.by_quota.get(job.user, {}).pop(job.name, None)
+        state.overdue.pop(job.name, None)
+        pool.running.put(job.name, state.key(job))
+        begin_s = max(self.now_s, *(worker.ready_s for worker in workers)) + self.costs.attach_s
+        state.place(job, workers, begin_s, self.now_s)
+        self._note(job, reason)
+
+    def _resize(self, job: Job, workers: tuple[Worker, ...], reason: str) -> None:
+        """Other workers for one that has some."""
+        state = self.state
+        job.done_by(self.now_s)
+        state.pool(job.base).running.put(job.name, state.key(job))
+        is_split = max(len(workers), len(job.workers)) > 1
+        begin_s = max(job.since_s, self.now_s, *(worker.ready_s for worker in workers))
+        state.place(job, workers, begin_s + (self.costs.split_s if is_split else self.costs.move_s), self.now_s)
+        state.freed.add(job.base)
+        self._note(job, reason)
+
+    def _note(self, job: Job, reason: str) -> None:
+        pool = self.state.pool(job.base)
+        spare = len(job.workers) - job.fewest
+        if spare > 0:
+            pool.stretched.put(job.name, float(spare))
+        else:
+            pool.stretched.drop(job.name)
+        self.made.places[job.name] = tuple(worker.name for worker in job.workers)
+        self.made.moves.discard(job.name)
+        self.made.reasons[job.name] = reason
+
+    # --- when nobody waits
+
+    def _spread(self) -> None:
+        """Use idle workers: jobs of crowded workers move there, large ones are split over more."""
+        state = self.state
+        for pool in state.pools.values():
+            if isinstance(pool.model, Unmeasured):
+                continue
+            refused: set[str] = set()
+            while state.num_idle and len(refused) < _TRIES:
+                name = next((name for name in pool.pressure.highest(_TRIES) if name not in refused), None)
+                if name is None:
+                    break
+                if not self._relieve(state.workers[name], pool):
+                    refused.add(name)
+
+    def _relieve(self, worker: Worker, pool: Pool) -> bool:
+        """Give the jobs of a worker more room, if that repays itself."""
+        state, model = self.state, pool.model
+        movable = [job for job in worker.jobs.values() if job.can_move]
+        for job in sorted(movable, key=lambda job: (-job.claim[2], job.name))[:2]:
+            count = len(job.workers)
+            keep: tuple[Worker, ...] = ()
+            if count == 1 and len(worker.jobs) > 1:
+                more, cost_s = 1, self.costs.move_s
+            elif job.can_split and 2 * count <= min(job.load.batch, self._allowance(job)):
+                keep, more, cost_s = job.workers, count, self.costs.split_s
+            else:
+                continue
+            base = next(
+                (base for base in (job.base, *sorted(state.idle.keys() - {job.base})) if self._idle(base, more)), None
+            )
+            if base is None:
+                continue
+            cost_s += self.costs.load_s if base != job.base else 0.0
+            job.done_by(self.now_s)
+            before_s, after_s = 1.0 / job.rate, model.fastest_s(job.load, len(keep) + more)
+            if job.remaining * (before_s - after_s) < self.rules.repay * cost_s or after_s > _FASTER * before_s:
+                continue
+            new = self._idle(base, more)
+            self._load(new, job.base)
+            self._resize(job, (*keep, *new), f"{more} idle worker(s): {before_s / after_s:.2f} × as fast")
+            return True
+        return False

@@ -1,0 +1,109 @@
+"""A short profile of a base on this machine: tick times and memory by tokens and jobs, for `tlora.capacity`.
+
+Called by `tlora profile` and the benchmarks. Ticks are a trainer's own, on random tokens; nothing of them is kept.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from tlora.data import JobData, TokenSequence
+from tlora.files import atomic_path
+from tlora.spec import parse_job
+from tlora.supermodel import SuperModel
+from tlora.trainer import Trainer, TrainerOptions
+
+LENGTHS, COUNTS, RANK = (64, 128, 256, 512, 1024, 2048), (1, 8), 16
+_WARM, _TICKS = 3, 5
+
+
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def cached_profile(
+    supermodel: SuperModel, folder: Path, *, lengths: Sequence[int] = LENGTHS, counts: Sequence[int] = COUNTS
+) -> Path:
+    """The profile of this kind of GPU and base in a folder; taken and put there, if there is none."""
+    base, gpu = supermodel.base.model, gpu_name(supermodel.device)
+    path = folder / f"{gpu}-{base}-{supermodel.fingerprint}.json".replace("/", "-").replace(" ", "-")
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        content = profile(supermodel, lengths=lengths, counts=counts)
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def profile(
+    supermodel: SuperModel,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    counts: Sequence[int] = COUNTS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """As in a profile's file. Seconds to a minute: each size is measured a few times, by `clock`."""
+    ticks = [_row(supermodel, length, count, clock) for count in counts for length in lengths]
+    return {"gpu": gpu_name(supermodel.device), "ticks": ticks}
+
+
+def _row(supermodel: SuperModel, length: int, count: int, clock: Callable[[], float]) -> dict[str, Any]:
+    cuda = supermodel.device.type == "cuda"
+    with TemporaryDirectory(prefix="tlora-profile") as folder:
+        trainer = Trainer(supermodel, TrainerOptions(token_budget=length * count))
+        for number in range(count):
+            data = random_data(length, supermodel.outline.vocab_size, seed=number)
+            trainer.attach(random_job(Path(folder), f"j{number}", supermodel.base.model), data)
+        for _ in range(_WARM):
+            trainer.tick()
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        seconds = statistics.median(_ticks(trainer, clock))
+        for name in list(trainer.jobs):
+            trainer.detach(name, keep=False)
+    return {
+        "base": supermodel.base.model,
+        "parameters": supermodel.outline.num_parameters,
+        "layers": supermodel.outline.num_layers,
+        "jobs": count,
+        "rank_sum": RANK * count,
+        "tokens": length * count,
+        "longest": length,
+        "tick_ms": round(1e3 * seconds, 3),
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
+    }
+
+
+def _ticks(trainer: Trainer, clock: Callable[[], float]) -> Iterator[float]:
+    """Seconds of each, its optimizer steps included: those look at the device."""
+    for _ in range(_TICKS):
+        began_s = clock()
+        trainer.tick()
+        yield clock() - began_s
+
+
+def random_job(folder: Path, name: str, base: str, **changes: Any) -> Any:
+    """A job of random data, which no file holds."""
+    values = {
+        "name": name, "base": {"model": base}, "data": {"path": "random.jsonl"}, "adapter": {"rank": RANK},
+        "batch_size": 1, "steps": 1_000_000, "save_every": 1_000_000, "output": str(folder / name),
+    }  # fmt: skip
+    return parse_job({**values, **changes})
+
+
+def random_data(length: int, vocab_size: int, *, seed: int, count: int = 16) -> JobData:
+    """Sequences of just this length."""
+    random = np.random.default_rng(seed)
+    rows = [
+        TokenSequence(random.integers(0, vocab_size, length).astype(np.int32), np.arange(length) >= 1)
+        for _ in range(count)
+    ]
+    return JobData(rows, [], report=None, eval_report=None)  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""How many workers each group is to have: more when jobs lack a place, fewer when some idle. No torch, Ray or clock.
+
+Called by `scheduling.schedule`, after jobs have been placed, where workers are not a given.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from tlora.placement import Unmeasured, Worker
+
+if TYPE_CHECKING:
+    from tlora.scheduling import ClusterState, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The workers on one base. Its size is what was asked for: some may not have come yet, and not be in `workers`."""
+
+    name: str
+    base: str
+    size: int
+    workers: tuple[Worker, ...]
+    idle_since_s: float | None
+    """When its last job left; None while it has one."""
+
+
+def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan", now_s: float) -> None:
+    """Complete a plan by what is to become of groups and workers."""
+    homes = {group.base: group for group in groups.values()}
+    wanted = {base for base, pool in state.pools.items() if pool.waiting.keys}
+    room = state.max_workers - sum(group.size for group in groups.values())
+    unplaced = {base: len(pool.waiting) for base, pool in state.pools.items()}
+    for base, count in unplaced.items():
+        home = homes.get(base)
+        coming = home.size - len(home.workers) if home else 0
+        text = _wait(home is not None, coming, room, state.max_workers)
+        plan.reasons.update(dict.fromkeys(state.pools[base].waiting.keys, text))
+        plan.demand[base] = _demand(state, base)
+        room -= _ask_for_workers(plan, state, home, base, count, room)
+    for group in groups.values():
+        for worker in group.workers:
+            if worker.is_leaving:
+                plan.moves.update(worker.jobs)
+    busy = {worker for names in plan.places.values() for worker in names}
+    leaves = dict(_spare_workers(state, groups, wanted, busy, now_s))
+    emptied = {group.name for group in groups.values() if group.workers and _remaining(group, leaves) == 0}
+    plan.stops.update(emptied)
+    plan.stops.update(name for name in _idle_groups(state, groups, wanted, busy, now_s))
+    for name, workers in leaves.items():
+        if name not in plan.stops:
+            plan.leaves[name] = workers
+            plan.sizes[name] = _remaining(groups[name], leaves)
+
+
+def _demand(state: "ClusterState", base: str) -> int:
+    """Workers on which every job of a base, waiting or not, would have what its bound needs."""
+    pool = state.pools[base]
+    names = (*pool.waiting.keys, *pool.running.keys)
+    if isinstance(pool.model, Unmeasured):
+        return ceil(len(names) / state.jobs_per_worker)
+    budget, needs = pool.model.budgets[-1], 0.0
+    full_s = pool.model.tick_s(budget)
+    for name in names:
+        claim = state.claim_of(state.jobs[name], 1)
+        needs += min(claim.part * full_s / max(claim.allowed_s, full_s), budget)
+    return max(ceil(needs / budget), ceil(len(names) / state.jobs_per_worker))
+
+
+def _wait(has_group: bool, coming: int, room: int, max_workers: int) -> str:
+    if coming > 0:
+        return f"waits for {coming} worker(s) that are starting"
+    if room > 0:
+        return "waits for a worker, asked for now"
+    what = "every worker of its base is full" if has_group else "no worker has its base"
+    return f"{what}, and all {max_workers} workers of the cluster are taken"
+
+
+def _ask_for_workers(plan: "Plan", state: "ClusterState", home: Group | None, base: str, count: int, room: int) -> int:
+    """Enough workers for so many jobs without a place, as far as there is room; returns how many were asked for."""
+    if not count:
+        return 0
+    coming = home.size - len(home.workers) if home else 0
+    measured = not isinstance(state.pools[base].model, Unmeasured)
+    lacking = (
+        plan.demand[base] - (len(home.workers) if home else 0) if measured else ceil(count / state.jobs_per_worker)
+    )
+    asked = max(0, min(max(lacking, 1) - coming, room))
+    if not asked:
+        return 0
+    if home is None:
+        plan.starts[base] = asked
+    else:
+        plan.sizes[home.name] = home.size + asked
+        plan.reasons[home.name] = f"{count} job(s) without a place: {asked} more worker(s)"
+    return asked
+
+
+def _idle_groups(
+    state: "ClusterState", groups: Mapping[str, Group], wanted: set[str], busy: set[str], now_s: float
+) -> Iterator[str]:
+    for group in groups.values():
+        is_idle = group.idle_since_s is not None and now_s - group.idle_since_s >= state.idle_s
+        if is_idle and group.base not in wanted and not any(worker.name in busy for worker in group.workers):
+            yield group.name
+
+
+def _spare_workers(
+    state: "ClusterState", groups: Mapping[str, Group], wanted: set[str], busy: set[str], now_s: float
+) -> Iterator[tuple[str, frozenset[str]]]:
+    """Workers without jobs that are leaving, or have been idle for long while others of their group are not."""
+    for group in groups.values():
+        gone = {worker.name for worker in group.workers if worker.is_leaving and not worker.jobs}
+        if group.base not in wanted and group.idle_since_s is None:
+            gone |= {
+                worker.name
+                for worker in group.workers
+                if worker.idle_since_s is not None
+                and now_s - worker.idle_since_s >= state.idle_s
+                and worker.name not in busy
+            }
+        if gone:
+            yield group.name, frozenset(gone)
+
+
+def _remaining(group: Group, leaves: Mapping[str, frozenset[str]]) -> int:
+    """A group's size once these have left: those that stay, and those that are still to come."""
+    gone = len(leaves.get(group.name, ()))
+    return max(group.size, len(group.workers)) - gone
