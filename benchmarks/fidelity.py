@@ -5,8 +5,7 @@
 BASE: a key of `benchmarks.step.BASES` (GPU), or `toy`, a small one for a CPU (default without a GPU). The profile is
 taken on the spot, before each mix. Each mix is sized to take about so many seconds. Rows go to
 results/scheduling/fidelity.json: error of the makespan, and the mean error of the jobs' completion times, in percent.
-On a CPU all times are those of this process, which others beside it do not change; a job that comes later does so by
-that clock.
+On a CPU all times are those of this process, which others beside it hardly change.
 """
 
 import argparse
