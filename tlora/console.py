@@ -170,7 +170,8 @@ def print_plans(console: Console, groups: Mapping[BaseSpec, Sequence[Choice]]) -
         console.print(text.rstrip(), highlight=False, markup=False, soft_wrap=True)
 
     for base, choices in groups.items():
-        title = f"{base.model} on {choices[0].plan.ranks} GPU(s): replicas × shards × tensor-parallel; estimates, bytes on one GPU"
+        shown = "replicas × shards × tensor-parallel; estimates, bytes on one GPU"
+        title = f"{base.model} on {choices[0].plan.ranks} GPU(s): {shown}"
         console.print(title, highlight=False, markup=False, soft_wrap=True)
         say("plan", "base", "gathered", "adapters", "tick", "together", "tokens/s", "")
         for choice in choices:
