@@ -194,7 +194,7 @@ class Stack:
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
         for step in self._steps.steps:
             fully_shard(step, mesh=mesh, reshard_after_forward=True)
-        fully_shard(self._steps, mesh=mesh)  # no prefetch beside its own, which has one layer less in memory
+        fully_shard(self._steps, mesh=mesh)  # no prefetch beside its own: it would hold more
 
 
 def _owner(model: nn.Module, layer: nn.Module) -> nn.Module:
