@@ -163,27 +163,28 @@ def print_check(console: Console, jobs: Sequence[ReadyJob]) -> None:
 
 
 def print_plans(console: Console, groups: Mapping[BaseSpec, Sequence[Choice]]) -> None:
-    """How several GPUs would hold each base: every plan with its figures, the one that is taken marked."""
+    """How several GPUs would hold each base: every plan with its figures, and which is taken."""
+
+    def say(*parts: str) -> None:
+        text = "  " + "".join(f"{part:>{width}}" for part, width in zip(parts, (13, *[11] * 5, 15, 14), strict=True))
+        console.print(text.rstrip(), highlight=False, markup=False, soft_wrap=True)
+
     for base, choices in groups.items():
-        table = Table(
-            box=None, pad_edge=False, title=f"{base.model} on {choices[0].plan.ranks} GPU(s)", title_justify="left"
-        )
-        names = ("", "replicas", "shards", "tensor", "base", "gathered", "adapters", "tick", "a GPU", "tokens/s", "")
-        for name in names:
-            table.add_column(name, justify="right" if name else "left")
+        shown = "replicas × shards × tensor-parallel; estimates, bytes on one GPU"
+        title = f"{base.model} on {choices[0].plan.ranks} GPU(s): {shown}"
+        console.print(title, highlight=False, markup=False, soft_wrap=True)
+        say("plan", "base", "gathered", "adapters", "tick", "together", "tokens/s", "")
         for choice in choices:
             plan, need = choice.plan, choice.memory
-            table.add_row(
-                "→" if choice is choices[0] and choice.fits else "",
-                *(str(count) for count in (plan.replicas, plan.shards, plan.tensor)),
+            say(
+                f"{plan.replicas} × {plan.shards} × {plan.tensor}",
                 *(size(part) for part in (need.base, need.gathered, need.adapters, need.tick, need.total)),
                 f"{choice.rows_per_s:,.0f}",
-                "" if choice.fits else "does not fit",
+                ("  ← taken" if choice is choices[0] else "") if choice.fits else "does not fit",
             )
-        console.print(table)
         if not choices[0].fits:
             console.print(
-                "No plan fits: want more or larger GPUs, --checkpointing, or fewer --tokens.", highlight=False
+                "  No plan fits. Want more GPUs, larger ones, --checkpointing or fewer --tokens.", highlight=False
             )
 
 

@@ -62,8 +62,8 @@ class _Steps(nn.Module):
 class Streams:
     """A stream a slice, where slices run beside each other; else none."""
 
-    def __init__(self, count: int, device: torch.device, *, beside: bool):
-        self._all = [torch.cuda.Stream(device) for _ in range(count)] if beside and device.type == "cuda" else []
+    def __init__(self, streams: Sequence[torch.cuda.Stream] = ()):
+        self._all = streams
         self.held: object = None
         """What the streams may still read, until they have ended."""
 
@@ -92,6 +92,7 @@ class Stack:
         self._noted: list[Call] | None = None
         self._first: torch.Tensor | None = None
         self._last: torch.Tensor | None = None
+        self._streams: list[torch.cuda.Stream] = []
         self._steps = _Steps(layers)
         if mesh.shard_group is not None:
             self._shard(mixed, embedding.weight is self._head.weight)
@@ -124,8 +125,12 @@ class Stack:
         return outputs
 
     def streams(self, count: int, *, beside: bool) -> Streams:
-        """Beside each other only where no layer has to be gathered: gathered ones live on one stream."""
-        return Streams(count, self._mesh.device, beside=beside and count > 1 and self._mesh.shard_group is None)
+        """Beside each other only where no layer has to be gathered: gathered ones live on one stream. The same ones for
+        every tick: each has memory of its own."""
+        if not beside or count == 1 or self._mesh.shard_group is not None or self._mesh.device.type != "cuda":
+            return Streams()
+        self._streams += [torch.cuda.Stream(self._mesh.device) for _ in range(count - len(self._streams))]
+        return Streams(self._streams[:count])
 
     @contextmanager
     def head(self) -> Iterator[None]:
@@ -149,7 +154,7 @@ class Stack:
         if args:
             kwargs["input_ids"], *rest = args
             assert not rest
-        return self.run([kwargs], self.streams(1, beside=False))[0]
+        return self.run([kwargs], Streams())[0]
 
     def _embedded(self, inputs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """All slices' embeddings at once: they are gathered for one look-up."""
@@ -189,7 +194,7 @@ class Stack:
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
         for step in self._steps.steps:
             fully_shard(step, mesh=mesh, reshard_after_forward=True)
-        fully_shard(self._steps, mesh=mesh)  # no prefetch beside its own, which has one layer less in memory
+        fully_shard(self._steps, mesh=mesh)  # no prefetch beside its own: it would hold more
 
 
 def _owner(model: nn.Module, layer: nn.Module) -> nn.Module:

@@ -255,6 +255,8 @@ class SuperModel:
 
         self.cuts = find_cuts(self.model, self.outline, mesh.plan.tensor)
         cut_linears(self.model, self.cuts, mesh)
+        if mesh.shard_group is None:  # before bundles are made of what has its place; else FSDP takes layer by layer
+            self.model.to(mesh.device)  # type: ignore[arg-type]  # its decorator hides nn.Module's signature
         cuts = {self.model.get_submodule(name): cut for name, cut in self.cuts.items()}
         bundle_of = partial(GroupBundle, mesh=mesh, cuts=cuts)
         return replace_linears(self.model, self.outline.head, self._current, bundle_of)

@@ -79,6 +79,17 @@ def tlora(desk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
     return run
 
 
+def test_check_shows_the_plan_for_several_gpus(tlora: Tlora) -> None:
+    """A small base is replicated where it fits; two parts at most, since it has two heads of keys."""
+    said = tlora("check", "small.yaml", "large.yaml", "--gpus", "4", "--gpu-memory", "1").splitlines()
+    (first,) = (at for at, line in enumerate(said) if "on 4 GPU(s)" in line)
+    plans = [line.split("B")[0].rsplit(maxsplit=2)[0].strip() for line in said[first + 2 :]]
+    assert plans == ["4 × 1 × 1", "2 × 2 × 1", "1 × 4 × 1", "2 × 1 × 2", "1 × 2 × 2"]
+    assert [line.endswith("← taken") for line in said[first + 2 :]] == [True, False, False, False, False]
+    said = tlora("check", "small.yaml", "--gpus", "2", "--gpu-memory", "0.001").splitlines()
+    assert said[-1].strip().startswith("No plan fits.")
+
+
 def test_check_preview_train_resume_export(tlora: Tlora, desk: Path, base: Path) -> None:
     said = tlora("check", "small.yaml", "large.yaml")
     assert "all-linear → 14 modules" in said

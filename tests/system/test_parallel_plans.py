@@ -9,7 +9,7 @@ import pytest
 import torch
 import toy
 from group_work import Run, Visit
-from ranks import Ranks
+from ranks import RankError, Ranks
 
 from tlora.plan import Plan
 from tlora.supermodel import SuperModel
@@ -163,3 +163,28 @@ def test_a_group_changes_its_plan(ranks: Ranks, tmp_path: Path) -> None:
         steps = ranks.run(plan.ranks, group_work.go_on, Run(plan=plan), tmp_path, here, 2 if number < 5 else 99)
         assert sorted(steps[0]) == ([] if number == 5 else [2 * number + 2])
     equal(tmp_path, mix, Run(plan=PLANS["alone"]))
+
+
+@pytest.mark.parametrize("plan", ["2 shards", "2 parts", "2 shards of 2 parts"])
+def test_half_precision_with_wide_masters(plan: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Kernels read a copy of the master in the base's precision; close to what it gives on one rank."""
+    run = Run(plan=PLANS[plan], dtype=torch.bfloat16)
+    changes = {**CHANGES, "steps": 8, "schedule": {"name": "constant"}, "optim": {"lr": 1e-2, "max_grad_norm": 0.3}}
+    mix = [Visit(f"j{lane}", (lane,), changes, {"count": 16, "seed": lane}) for lane in range(run.plan.lanes)]
+    assert ranks.run(run.plan.ranks, group_work.train, run, tmp_path, mix) == [[]] * run.plan.ranks
+    for visit in mix:
+        spec = toy.job(tmp_path, visit.name, **visit.changes)
+        toy.alone(lone_model(torch.bfloat16, False), spec, toy.data(**visit.data))
+        mine, measured = group_work.ended(tmp_path, visit.name)
+        _, expected = group_work.ended(tmp_path, f"{visit.name}-alone")
+        assert mine.dtype is torch.float32
+        assert measured == pytest.approx(expected, rel=3e-2)
+        assert measured[-1] < measured[0]
+
+
+def test_a_member_that_other_ranks_do_not_have_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Before anything of it is held: a job over lanes whose ranks do not tick together."""
+    mix = [Visit("a", (0, 1), CHANGES, {"count": 4})]
+    with pytest.raises(RankError, match=r"StateError: job a: lanes .* want a circle of their ranks"):
+        ranks.run(2, group_work.train, Run(plan=PLANS["2 replicas"], together=False), tmp_path, mix)
+    assert not (tmp_path / "a").exists()
