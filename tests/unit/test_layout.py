@@ -36,12 +36,16 @@ LAYERS = {
     "tlora.randomness": GROUND,
     "tlora.trainer": TRAINER,
     "tlora.local": TRAINER,
+    "tlora.sweep_run": TRAINER,
     "tlora.console": FRONT,
     "tlora.client": FRONT,
     "tlora.cli": FRONT,
     "tlora.__main__": FRONT,
 }
-PURE = ("tlora.scheduling", "tlora.simulate", "tlora.job", "tlora.errors")
+PURE = (
+    "tlora.scheduling", "tlora.simulate", "tlora.job", "tlora.errors",
+    "tlora.sweep", "tlora.sweep_spec", "tlora.sweep_state",
+)  # fmt: skip
 HEAVY = {"torch", "transformers", "ray", "triton", "peft", "datasets", "wandb"}
 
 
