@@ -273,42 +273,19 @@ class SweepRun:
         return bool(joining)
 
     def _measure(self, one: Candidate, step: int) -> Curve:
-        """Bring a candidate's record up to its metrics, and read its loss at the rungs it has reached."""
-        curve = self._curve(one)
-        spec = self._spec_of(one)
-        one.step, one.samples = step, samples_at(step, len(self._data(spec).train), spec.batch_size)
-        one.num_evaluations = len(curve.evaluated)
-        if curve.best is not None:
-            one.best_samples, one.best_loss = curve.best
-        while one.is_ranked and len(one.readings) < len(self.state.rungs):
-            reading = curve.read(self.state.rungs[len(one.readings)])
-            if reading is None:
-                break
-            one.readings.append(reading)
+        """Bring a candidate's record up to its metrics."""
+        curve, spec = self._curve(one), self._spec_of(one)
+        one.step = step
+        self.state.measure(one, curve, samples_at(step, len(self._data(spec).train), spec.batch_size))
         return curve
 
     def _judge(self, trainer: Trainer) -> bool:
         """Give all verdicts that can be given at rungs; returns whether there was one."""
-        halving, num = self.spec.early_exit.halving, 0
-        if halving is None:
-            return False
-        while True:
-            before = num
-            for one in self.state.candidates:
-                verdict = self.state.verdict(one, halving) if one.is_due else None
-                if verdict is None:
-                    continue
-                num += 1
-                if not verdict.goes_on:
-                    one.exited_at = one.passed
-                    self._exit(trainer, one, self.state.beaten(one.passed, verdict))
-                    continue
-                one.passed += 1
-                log.info("candidate %s goes on at rung %d: %s", one.name, one.passed, verdict.reason)
-                if one.status is Status.WAITING and not one.is_due:
-                    one.status, one.reason = Status.QUEUED, ""
-            if num == before:
-                return num > 0
+        judged = self.state.judge(self.spec.early_exit.halving)
+        for one in judged:
+            if one.status is Status.EXITED:
+                self._exit(trainer, one, one.reason)
+        return bool(judged)
 
     def _exit(self, trainer: Trainer, one: Candidate, reason: str) -> None:
         log.info("candidate %s exits: %s", one.name, reason)

@@ -291,9 +291,14 @@ def draw(spec: SweepSpec, known: Sequence[Values], results: Sequence["Result"]) 
 
 
 def _grid(space: Mapping[str, Domain]) -> Iterator[Values]:
-    lists = [domain.listed or range(domain.integers[0], domain.integers[1] + 1) for domain in space.values()]  # type: ignore[index]
+    lists = [domain.listed or _all_of(domain.integers) for domain in space.values()]
     for values in itertools.product(*lists):
         yield _multiplied(space, dict(zip(space, values, strict=True)))
+
+
+def _all_of(ends: tuple[int, int] | None) -> range:
+    assert ends is not None
+    return range(ends[0], ends[1] + 1)
 
 
 def _random(spec: SweepSpec, known: Sequence[Values], wanted: int) -> list[Values]:
@@ -380,13 +385,9 @@ def _parameters(space: Mapping[str, Domain], values: Values) -> dict[str, Any]:
     """Values as TPE knows them: the place in a list, or the number itself."""
     parameters: dict[str, Any] = {}
     for key, domain in space.items():
-        value = values[key] / values[domain.of] if domain.of else values[key]
-        parameters[key] = (
-            min(
-                range(len(domain.listed)),
-                key=lambda at, value=value, listed=domain.listed: listed[at] != value,  # type: ignore[misc]
-            )
-            if domain.listed
-            else value
-        )
+        if domain.times:
+            factor = values[key] / values[str(domain.of)]
+            parameters[key] = min(range(len(domain.times)), key=lambda at: abs(domain.times[at] - factor))
+        else:
+            parameters[key] = domain.choice.index(values[key]) if domain.choice else values[key]
     return parameters

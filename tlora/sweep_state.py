@@ -12,7 +12,7 @@ from typing import Any
 
 from tlora.errors import CheckpointError, SpecError
 from tlora.files import atomic_path
-from tlora.sweep import Halving, Reading, Verdict
+from tlora.sweep import Curve, Halving, Reading, Verdict
 from tlora.sweep_spec import Result, SweepSpec, Values
 
 _FILE, _FORMAT = "sweep.json", 1
@@ -171,6 +171,39 @@ class SweepState:
             for other in siblings
         )
         return halving.judge(rung, one.name, readings, len(siblings), num_open)
+
+    def measure(self, one: Candidate, curve: Curve, samples: int) -> None:
+        """Bring a candidate's record up to what it has measured, its loss at the rungs that it has reached included."""
+        one.samples, one.num_evaluations = samples, len(curve.evaluated)
+        if curve.best is not None:
+            one.best_samples, one.best_loss = curve.best
+        while one.is_ranked and len(one.readings) < len(self.rungs):
+            reading = curve.read(self.rungs[len(one.readings)])
+            if reading is None:
+                return
+            one.readings.append(reading)
+
+    def judge(self, halving: Halving | None) -> list[Candidate]:
+        """Give all verdicts that can be given at rungs; returns the candidates that got one. Those that are let go on
+        and were waiting are queued again."""
+        judged: list[Candidate] = []
+        while halving is not None:
+            before = len(judged)
+            for one in self.candidates:
+                verdict = self.verdict(one, halving) if one.is_due else None
+                if verdict is None:
+                    continue
+                judged.append(one)
+                if verdict.goes_on:
+                    one.passed += 1
+                    if one.status is Status.WAITING and not one.is_due:
+                        one.status, one.reason = Status.QUEUED, ""
+                else:
+                    one.status, one.exited_at = Status.EXITED, one.passed
+                    one.reason = self.beaten(one.passed, verdict)
+            if len(judged) == before:
+                break
+        return judged
 
     def explain_exits(self, halving: Halving | None) -> None:
         """Put the numbers of all siblings into the reasons of those that siblings ended, now that all have arrived."""
