@@ -385,9 +385,9 @@ def _parameters(space: Mapping[str, Domain], values: Values) -> dict[str, Any]:
     """Values as TPE knows them: the place in a list, or the number itself."""
     parameters: dict[str, Any] = {}
     for key, domain in space.items():
-        if domain.times:
-            factor = values[key] / values[str(domain.of)]
-            parameters[key] = min(range(len(domain.times)), key=lambda at: abs(domain.times[at] - factor))
+        if factors := domain.times:
+            away = [abs(factor * values[str(domain.of)] - values[key]) for factor in factors]
+            parameters[key] = away.index(min(away))
         else:
             parameters[key] = domain.choice.index(values[key]) if domain.choice else values[key]
     return parameters

@@ -130,7 +130,7 @@ def test_noise_however_great_has_a_bounded_price() -> None:
     assert replay(same, without, EVERY).samples < replay(same, rules, EVERY).samples
 
 
-@pytest.mark.parametrize("margin", [0.0, 1.0])
+@pytest.mark.parametrize("margin", [0.0, 1.5])
 def test_a_late_bloomer_within_noise_is_kept_by_the_margin(margin: float) -> None:
     """Planted: the best in the end, at the first rung of rank 10 of 24 by less than the noise of the losses."""
     kept = 0
@@ -141,7 +141,7 @@ def test_a_late_bloomer_within_noise_is_kept_by_the_margin(margin: float) -> Non
                                     noise=0.6, seed=100 * seed + 99)}  # fmt: skip
         state = replay({**early, **late, **bloomer}, EarlyExit(halving=Halving(margin=margin)), EVERY)
         kept += state.leader.name == "bloomer"
-    assert kept >= 19 if margin else kept <= 15
+    assert kept == 20 if margin else kept <= 12
 
 
 def test_who_is_clearly_worse_exits_with_the_numbers_said() -> None:
