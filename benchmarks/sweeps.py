@@ -6,8 +6,8 @@
 Rows of the files are {"messages": [...]}. For each task and seed: rows are drawn for training, validation and test, all
 disjoint; the configurations are drawn by seed before anything is trained; all are trained to the end, together (the
 reference); then the sweep runs live, and sees validation rows only. Beside it, at as many samples as it took: plain
-asynchronous successive halving (Li et al., MLSys 2020) and the first configurations as they were drawn, both replayed on
-the reference's curves, and both credited with the test loss of their pick trained to the end. Writes
+asynchronous successive halving (Li et al., MLSys 2020) and the first configurations as they were drawn, both replayed
+on the reference's curves, and both credited with the test loss of their pick trained to the end. Writes
 results/sweeps/<device>.json.
 """
 
@@ -130,9 +130,9 @@ def measure(
         seed,
     )
     ours, _ = sweep(args, {**common, "name": "ours", "places": 24, "early_exit": rules}, data, folder, seed)
-    losses = test_losses(args, whole, folder / f"{seed}-whole", test)
+    losses = losses_on(args, whole, folder / f"{seed}-whole", test)
     name = ours.leader.name.replace("ours", "whole")
-    (picked,) = test_losses(args, ours, folder / f"{seed}-ours", test, only=ours.leader.name).values()
+    (picked,) = losses_on(args, ours, folder / f"{seed}-ours", test, only=ours.leader.name).values()
     best = min(losses.values())
     winner = whole.leader.name
     return {
@@ -168,7 +168,7 @@ def sweep(
     return state, {one.name: run._curve(one) for one in state.candidates}
 
 
-def test_losses(
+def losses_on(
     args: argparse.Namespace, state: SweepState, folder: Path, test: list[TokenSequence], only: str = ""
 ) -> dict[str, float]:
     """Of each candidate's best adapter: one step at rate 0, then an evaluation, all in shared ticks."""

@@ -22,7 +22,7 @@ from tlora.spec import DataSpec, JobSpec, override
 from tlora.supermodel import SuperModel
 from tlora.sweep import Curve, interval, samples_at
 from tlora.sweep_report import write_results
-from tlora.sweep_spec import SweepSpec, Values, configure, draw
+from tlora.sweep_spec import SweepSpec, Values, as_number, configure, draw
 from tlora.sweep_state import Candidate, Status, SweepState
 from tlora.tracking import METRICS, read_metrics
 from tlora.trainer import Tick, Trainer
@@ -333,5 +333,5 @@ def _changes(texts: Sequence[str]) -> Values:
         value: Any = nested
         for part in key.split("."):
             value = value[part]
-        changes[key] = value
+        changes[key] = as_number(value)
     return changes

@@ -6,6 +6,7 @@ number, so that a sweep which is extended keeps those it had. Called by `tlora.s
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -39,7 +40,12 @@ _NUM_RANDOM = 16
 
 
 def _domain(value: Any) -> Any:
-    return {"choice": value} if isinstance(value, list) else value
+    return {"choice": [as_number(one) for one in value]} if isinstance(value, list) else value
+
+
+def as_number(value: Any) -> Any:
+    """YAML 1.1 takes 1e-4 for a text; here it is a number."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else value
 
 
 class Domain(Spec):

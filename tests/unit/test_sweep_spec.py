@@ -110,9 +110,10 @@ def test_a_space_that_is_too_small_is_refused() -> None:
 
 def test_a_file_is_named_after_itself(tmp_path: Path) -> None:
     file = tmp_path / "rates.yaml"
-    file.write_text("job: {base: {model: m}, data: {path: p, eval_path: q}}\nspace: {optim.lr: [1.0e-4, 1.0e-3]}\n")
+    file.write_text("job: {base: {model: m}, data: {path: p, eval_path: q}}\nspace: {optim.lr: [1e-4, 1.0e-3]}\n")
     spec = load_sweep(file, ["budget.configurations=2"])
     assert (spec.name, spec.output, spec.num_configurations) == ("rates", "outputs/rates", 2)
+    assert {one["optim.lr"] for one in draw(spec, [], [])} == {1e-4, 1e-3}  # YAML takes 1e-4 for a text
 
 
 def test_a_state_is_read_as_it_was_written_and_damage_is_seen(tmp_path: Path) -> None:
