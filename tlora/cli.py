@@ -134,6 +134,45 @@ def train(
 
 
 @app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="SWEEP", help="Sweep in YAML.", show_default=False)],
+    overrides: Set = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a sweep that was stopped or extended.")] = False,
+    revive: Annotated[list[str], typer.Option(metavar="NAME", help="Reverse the exit of a candidate.")] = [],  # noqa: B006
+    fork: Annotated[
+        list[str], typer.Option(metavar="KEY=VALUE", help="Add the leader with changes, from its best adapter.")
+    ] = [],  # noqa: B006
+    deterministic: Deterministic = False,
+    checkpointing: Checkpointing = False,
+    tokens: Tokens = 0,
+    device: Device = None,
+) -> None:
+    """Train many configurations of one job, end the weak ones early, keep the best. Ctrl-C pauses; --resume goes on."""
+    from tlora.sweep_spec import load_sweep
+
+    spec = load_sweep(file, overrides)
+    with _quiet():
+        _refuse_device(device)
+        from tlora.console import LiveTable, Screen, print_leaderboard
+        from tlora.local import RunOptions
+        from tlora.sweep_run import run_sweep
+        from tlora.trainer import TrainerOptions
+
+        options = RunOptions(
+            resume=resume or bool(revive or fork),
+            deterministic=deterministic,
+            checkpointing=checkpointing,
+            device=device,
+            trainer=TrainerOptions(token_budget=tokens),
+        )
+        console = Screen()
+        with _stop_on_signal() as stopped, LiveTable(console) as table:
+            state = run_sweep(spec, options, revive=revive, fork=fork, watch=table.show, stopped=lambda: bool(stopped))
+        print_leaderboard(console, state, spec.folder)
+    raise typer.Exit(130 if stopped else 0 if state.leader else 1)
+
+
+@app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="A job's output folder, its best/, or any PEFT adapter.")],
     output: Annotated[Path, typer.Argument(help="Folder to write.")],

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,11 +18,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tlora.checkpoint import BEST
 from tlora.data import TokenSequence
 from tlora.job import State
 from tlora.local import Progress, ReadyJob
 from tlora.planner import Choice
 from tlora.spec import BaseSpec
+from tlora.sweep_state import SweepState
 from tlora.trainer import Tick
 
 _COLOURS = {State.FAILED: "red", State.FINISHED: "green", State.RUNNING: "cyan", State.PAUSED: "yellow"}
@@ -134,6 +137,25 @@ def print_outcome(console: Console, progress: Sequence[Progress]) -> None:
         elif one.record.reason:
             text.append(f": {one.record.reason}")
         console.print(text, soft_wrap=True)
+
+
+def print_leaderboard(console: Console, state: SweepState, folder: Path) -> None:
+    """A sweep's candidates, the best first, and what they took."""
+    table = Table("", "candidate", "best loss", "samples", "state", "fields", "why", box=None, pad_edge=False)
+    for rank, one in enumerate(state.ranking(), 1):
+        fields = ", ".join(f"{key} {value}" for key, value in one.values.items())
+        loss = "" if one.best_loss is None else f"{one.best_loss:.4f}"
+        why = one.reason.partition(":")[0]  # the numbers are in the files
+        table.add_row(str(rank), one.name, loss, f"{one.samples}/{one.total}", one.status, escape(fields), escape(why))
+    console.print(table)
+    whole = sum(one.total for one in state.candidates)
+    saved = 1 - state.samples / max(whole, 1)
+    text = f"{state.samples:,} of {whole:,} samples trained on ({saved:.0%} saved), {state.spent_s:,.0f} s in training."
+    if state.stopped:
+        text += f" It ended early: {state.stopped}; go on with --resume."
+    if state.leader is not None:
+        text += f" The best adapter is in {folder / BEST}, the report in {folder / 'report.html'}."
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_check(console: Console, jobs: Sequence[ReadyJob]) -> None:

@@ -304,7 +304,7 @@ def parse_job(values: Mapping[str, Any], where: str = "job") -> JobSpec:
     try:
         return JobSpec.model_validate(dict(values))
     except ValidationError as error:
-        raise SpecError("\n".join(f"{where}: {line}" for line in _explain(error))) from None
+        raise SpecError("\n".join(f"{where}: {line}" for line in explain(error))) from None
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[str]:
@@ -378,12 +378,13 @@ def override(values: dict[str, Any], text: str) -> None:
         values[last] = value
 
 
-def _explain(error: ValidationError) -> Iterator[str]:
+def explain(error: ValidationError, model: type[BaseModel] = JobSpec) -> Iterator[str]:
+    """One line per fault of what was to be a `model`: the dotted path, what was got and what is wanted."""
     for fault in error.errors():
         path = ".".join(str(part) for part in fault["loc"] if part != "[key]")
         got = fault.get("input")
         if fault["type"] == "extra_forbidden":
-            yield _unknown_key(path)
+            yield unknown_key(path, model)
         elif fault["type"] == "missing":
             yield f"'{path}' is missing. {_describe(path)}".rstrip()
         elif fault["type"] == "value_error" and len(fault["loc"]) == 1 and isinstance(got, dict):  # a section's
@@ -394,11 +395,12 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{path} = {_show(got)}: {_want(fault)}."
 
 
-def _unknown_key(path: str) -> str:
+def unknown_key(path: str, model: type[BaseModel] = JobSpec) -> str:
+    """What to say of a key that a `model` has not, with the one that may be meant."""
     key = path.rpartition(".")[2]
     if key in _NOT_YET:
         return f"'{path}': {_NOT_YET[key]}."
-    known = list(_fields(JobSpec))
+    known = list(fields(model))
     if key in _SPOKEN_ELSEWHERE:
         return f"unknown key '{path}'. Did you mean '{_SPOKEN_ELSEWHERE[key]}'?"
     near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
@@ -409,12 +411,13 @@ def _unknown_key(path: str) -> str:
     return f"unknown key '{path}'." + (f" Did you mean '{guesses[0]}'?" if guesses else "")
 
 
-def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted names of a specification's fields."""
     for name, field in model.model_fields.items():
         yield prefix + name
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _fields(inner, f"{prefix}{name}.")
+            yield from fields(inner, f"{prefix}{name}.")
 
 
 def _describe(path: str) -> str:

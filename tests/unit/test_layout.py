@@ -38,12 +38,15 @@ LAYERS = {
     "tlora.group_trainer": TRAINER,
     "tlora.local": TRAINER,
     "tlora.profiling": TRAINER,
+    "tlora.sweep_run": TRAINER,
     "tlora.console": FRONT,
     "tlora.client": FRONT,
     "tlora.cli": FRONT,
     "tlora.__main__": FRONT,
 }
-DECIDING = "scheduling policy placement sizing capacity simulate baselines replays traces report"
+DECIDING = (
+    "scheduling policy placement sizing capacity simulate baselines replays traces report sweep sweep_spec sweep_state"
+)
 PURE = (*(f"tlora.{name}" for name in DECIDING.split()), "tlora.job", "tlora.errors", "tlora.plan")
 HEAVY = {"torch", "transformers", "ray", "triton", "peft", "datasets", "wandb"}
 

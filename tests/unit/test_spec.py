@@ -101,9 +101,9 @@ def test_unknown_key_like_none_guesses_nothing() -> None:
 
 
 def test_every_guess_is_a_field() -> None:
-    from tlora.spec import _SPOKEN_ELSEWHERE, _fields
+    from tlora.spec import _SPOKEN_ELSEWHERE, fields
 
-    assert set(_SPOKEN_ELSEWHERE.values()) <= set(_fields(JobSpec))
+    assert set(_SPOKEN_ELSEWHERE.values()) <= set(fields(JobSpec))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,271 @@
+"""What early exits save and what they cost: the adapter a sweep picks, beside all configurations trained to the end.
+
+    python -m benchmarks.sweeps outputs/demo/base dates=dates.jsonl codes=codes.jsonl
+    python -m benchmarks.sweeps outputs/demo/base dates=dates.jsonl --small     (two CPU cores, within 10 minutes)
+
+Rows of the files are {"messages": [...]}. For each task and seed: rows are drawn for training, validation and test, all
+disjoint; the configurations are drawn by seed before anything is trained; all are trained to the end, together (the
+reference); then the sweep runs live, and sees validation rows only. Beside it, at as many samples as it took: plain
+asynchronous successive halving (Li et al., MLSys 2020) and the first configurations as they were drawn, both replayed
+on the reference's curves, and both credited with the test loss of their pick trained to the end. Writes
+results/sweeps/<device>.json.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.results import ROOT, Row, commit
+from tlora.base import default_device
+from tlora.checkpoint import BEST
+from tlora.data import JobData, TokenSequence, load_tokenizer
+from tlora.local import RunOptions
+from tlora.spec import BaseSpec, JobSpec, parse_job
+from tlora.supermodel import SuperModel
+from tlora.sweep import Curve
+from tlora.sweep_run import SweepRun
+from tlora.sweep_spec import SweepSpec, parse_sweep
+from tlora.sweep_state import SweepState
+from tlora.trainer import Trainer, TrainerOptions
+
+SPACE = {
+    "optim.lr": {"log_uniform": [1e-5, 1e-2]},
+    "adapter.rank": [2, 4, 8, 16, 32, 64],
+    "adapter.alpha": {"times": [1, 2], "of": "adapter.rank"},
+    "batch_size": [4, 8, 16],
+    "adapter.dropout": [0, 0.1],
+}
+OFF = {"divergence": None, "overfitting": None, "halving": None}
+
+
+class KnownData(SweepRun):
+    """A sweep whose sequences are at hand."""
+
+    data: JobData
+
+    def _data(self, spec: JobSpec) -> JobData:
+        self._read[spec.data, None] = self.data
+        return self.data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base")
+    parser.add_argument("tasks", nargs="+", metavar="NAME=FILE")
+    parser.add_argument("--configurations", type=int, default=24)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=800, help="training rows")
+    parser.add_argument("--held-out", type=int, default=100, help="validation rows, and as many test rows")
+    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--max-length", type=int, default=384)
+    parser.add_argument("--small", action="store_true", help="8 configurations, one seed, 64 rows, one epoch")
+    parser.add_argument("--device", default=str(default_device()))
+    args = parser.parse_args()
+    if args.small:
+        args.configurations, args.seeds, args.rows, args.held_out, args.epochs = 8, 1, 64, 16, 1
+    tokenizer = load_tokenizer(BaseSpec(model=args.base))
+    with tempfile.TemporaryDirectory() as folder:
+        for task in args.tasks:
+            name, _, file = task.partition("=")
+            sequences = read(Path(file), tokenizer, args.max_length)
+            cases = [measure(args, name, sequences, seed, Path(folder) / name) for seed in range(args.seeds)]
+            report(args, name, cases)
+
+
+def read(file: Path, tokenizer: Any, max_length: int) -> list[TokenSequence]:
+    """Each row's last answer is the target."""
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        turns = json.loads(line)["messages"]
+        whole = tokenizer.apply_chat_template(turns, tokenize=False)
+        asked = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+        assert whole.startswith(asked), f"{file}: the template rewrites what was asked"
+        start, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, whole))
+        if len(start) < len(ids) <= max_length:
+            at = torch.arange(len(ids)).numpy()
+            kept.append(TokenSequence(torch.tensor(ids, dtype=torch.int32).numpy(), at >= len(start)))
+    return kept
+
+
+def measure(
+    args: argparse.Namespace, task: str, sequences: Sequence[TokenSequence], seed: int, folder: Path
+) -> dict[str, Any]:
+    """One task and seed: the reference, the sweep, and what others would have picked."""
+    rows = list(sequences)
+    random.Random(f"{task} {seed}").shuffle(rows)
+    test, rest = rows[: args.held_out], rows[args.held_out :]
+    data = JobData(rest[args.held_out :][: args.rows], rest[: args.held_out], None, None)  # type: ignore[arg-type]
+    assert len(data.train) == args.rows, f"{task} has {len(rows)} rows that fit; want {args.rows + 2 * args.held_out}"
+    job = {
+        "base": {"model": args.base},
+        "data": {"path": task, "eval_path": "validation", "max_length": args.max_length},
+        "adapter": {"targets": "all-linear"},
+        "epochs": args.epochs,
+        "seed": seed,
+    }
+    common = {
+        "job": job,
+        "space": SPACE,
+        "sampler": {"seed": sum(task.encode())},
+        "budget": {"configurations": args.configurations},
+        "save_every_evaluations": 0,
+    }
+    rules = {"evaluations": 16, "halving": {"warmup": 1 / 8}} if args.small else {}
+    whole, curves = sweep(
+        args,
+        {**common, "name": "whole", "places": args.configurations, "early_exit": {**rules, **OFF}},
+        data,
+        folder,
+        seed,
+    )
+    ours, _ = sweep(args, {**common, "name": "ours", "places": 24, "early_exit": rules}, data, folder, seed)
+    losses = losses_on(args, whole, folder / f"{seed}-whole", test)
+    name = ours.leader.name.replace("ours", "whole")
+    (picked,) = losses_on(args, ours, folder / f"{seed}-ours", test, only=ours.leader.name).values()
+    best = min(losses.values())
+    winner = whole.leader.name
+    return {
+        "task": task,
+        "seed": seed,
+        "regret": picked / best - 1,
+        "regret_of_the_whole": losses[winner] / best - 1,
+        "regret_of_asha": losses[asha(curves, ours.samples)] / best - 1,
+        "regret_of_random": losses[first(curves, ours.samples)] / best - 1,
+        "samples": ours.samples / whole.samples,
+        "seconds": ours.spent_s / whole.spent_s,
+        "near_the_best": sum(loss <= 1.01 * best for loss in losses.values()),
+        "ended_the_winner": ours[winner.replace("whole", "ours")].status != "finished" and name != winner,
+    }
+
+
+def sweep(
+    args: argparse.Namespace, values: Mapping[str, Any], data: JobData, folder: Path, seed: int
+) -> tuple[SweepState, dict[str, Curve]]:
+    spec: SweepSpec = parse_sweep({**values, "output": str(folder / f"{seed}-{values['name']}")})
+    spec.folder.mkdir(parents=True)
+    began_s = time.perf_counter()
+    options = RunOptions(device=args.device)
+    state = SweepState(spec=spec.model_dump(mode="json"))
+    run = KnownData(spec, state, options, lambda progress, tick: None, lambda: False)
+    run.data = data
+    run.run()
+    print(
+        f"{folder.name} seed {seed} {spec.name}: {state.samples} samples, {time.perf_counter() - began_s:.0f} s, best "
+        f"validation loss {state.leader.best_loss:.4f} ({state.leader.name})",
+        flush=True,
+    )
+    return state, {one.name: run._curve(one) for one in state.candidates}
+
+
+def losses_on(
+    args: argparse.Namespace, state: SweepState, folder: Path, test: list[TokenSequence], only: str = ""
+) -> dict[str, float]:
+    """Of each candidate's best adapter: one step at rate 0, then an evaluation, all in shared ticks."""
+    trainer = Trainer(SuperModel.load(BaseSpec(model=args.base), device=args.device), TrainerOptions())
+    residents = []
+    for one in state.candidates:
+        best = folder / "candidates" / one.name / BEST
+        if not best.exists() or (only and one.name != only):
+            continue
+        rank, alpha = one.values["adapter.rank"], one.values["adapter.alpha"]
+        spec = parse_job(
+            {
+                "name": one.name,
+                "base": {"model": args.base},
+                "data": {"path": "test", "eval_path": "test"},
+                "adapter": {"rank": rank, "alpha": alpha, "targets": "all-linear", "init_from": str(best)},
+                "optim": {"lr": 0.0},
+                "batch_size": 1,
+                "steps": 1,
+                "output": str(folder / "test" / one.name),
+            }
+        )
+        residents.append(trainer.attach(spec, JobData(test[:1], test, None, None)))  # type: ignore[arg-type]
+    while trainer.jobs:
+        trainer.tick()
+    trainer.close()
+    return {job.name: job.eval_loss for job in residents}
+
+
+def asha(curves: Mapping[str, Curve], most: int, eta: int = 3, warmup: float = 1 / 16) -> str:
+    """Who is best on validation when plain asynchronous successive halving has taken `most` samples: at a rung who is
+    not among the best 1 / eta of those that have arrived so far ends, and the next in line begins."""
+    seen: dict[int, list[float]] = {}
+    found: dict[str, float] = {}
+    ends = {name: curve.train[-1][0] for name, curve in curves.items()}
+    rungs, longest = [], max(ends.values())
+    while (at := warmup * longest * eta ** len(rungs)) < longest:
+        rungs.append(at)
+    at_of, passed, alive = dict.fromkeys(curves, 0), dict.fromkeys(curves, 0), list(curves)
+    while alive and sum(at_of.values()) < most:
+        name = min(alive, key=lambda one: at_of[one])
+        later = [point for point in curves[name].evaluated if point[0] > at_of[name]]
+        at_of[name], loss = later[0] if later else (ends[name], float("inf"))
+        found[name] = min(loss, found.get(name, loss))
+        while passed[name] < len(rungs) and at_of[name] >= rungs[passed[name]] and name in alive:
+            arrived = seen.setdefault(passed[name], [])
+            arrived.append(loss)
+            if loss > sorted(arrived)[max(1, len(arrived) // eta) - 1]:
+                alive.remove(name)
+            passed[name] += 1
+        if at_of[name] >= ends[name] and name in alive:
+            alive.remove(name)
+    return min(found, key=lambda one: found[one])
+
+
+def first(curves: Mapping[str, Curve], most: int) -> str:
+    """Who is best on validation of the first configurations, trained to the end as far as `most` samples go."""
+    found, left = {}, most
+    for name, curve in curves.items():
+        so_far = curve.until(min(left, curve.train[-1][0]))
+        left -= curve.train[-1][0]
+        if so_far.best is not None:
+            found[name] = so_far.best[1]
+        if left <= 0:
+            break
+    return min(found, key=lambda one: found[one])
+
+
+def report(args: argparse.Namespace, task: str, cases: Sequence[Mapping[str, Any]]) -> None:
+    """Print and keep a task's rows; ratios of test losses are picked / best."""
+    for case in cases:
+        shown = {key: f"{value:.4f}" if isinstance(value, float) else value for key, value in case.items()}
+        print("  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+    is_gpu = torch.device(args.device).type == "cuda"
+    gpu = torch.cuda.get_device_name() if is_gpu else "cpu"
+    shape = f"{args.configurations} configurations, {len(cases)} seeds, {args.rows} rows"
+    stamp = (gpu, str(torch.__version__), triton.__version__, commit(), datetime.now(UTC).date().isoformat())
+    rows = []
+    for measure_name, target in (
+        ("regret", 1.01),
+        ("regret_of_the_whole", None),
+        ("regret_of_asha", None),
+        ("regret_of_random", None),
+        ("samples", 0.28),
+        ("seconds", None),
+        ("ended_the_winner", None),
+        ("near_the_best", 6.0),
+    ):
+        value = statistics.fmean(float(case[measure_name]) for case in cases) + measure_name.startswith("regret")
+        rows.append(Row(f"{task}/{measure_name}", shape, value, "reference", 1.0, value, target, "lower", *stamp))
+        print(f"{rows[-1].name:<40} {shape} {value:.4f} {rows[-1].verdict}", flush=True)
+    path = ROOT / "benchmarks" / "results" / "sweeps" / f"{gpu.lower().replace(' ', '-')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {row["name"]: row for row in json.loads(path.read_text())} if path.exists() else {}
+    kept |= {row.name: asdict(row) for row in rows}
+    path.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The rules that end candidates, on planted curves: what diverges, over-fits, lags or merely looks so by noise."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlora.sweep import Curve, Divergence, EarlyExit, Halving, Overfitting, Reading, interval, samples_at, scatter
+from tlora.sweep_replay import replay
+from tlora.sweep_state import Status
+
+END, EVERY, BATCH, ROWS = 1536, 48, 8, 64
+
+
+def curve(
+    loss: Callable[[float], float],
+    *,
+    noise: float = 0.0,
+    validation: Callable[[float], float] | None = None,
+    seed: int = 0,
+    batch: int = BATCH,
+    end: int = END,
+) -> Curve:
+    """A candidate whose losses follow functions of the share trained; `noise`: the scatter of one sequence's loss."""
+    rng = random.Random(seed)
+    validation = validation or loss
+
+    def drawn(of: Callable[[float], float], at: int, sequences: int) -> float:
+        return of(at / END) + rng.gauss(0.0, noise / math.sqrt(sequences))
+
+    train = [(at, drawn(loss, at - batch, batch)) for at in range(batch, end + 1, batch)]
+    evaluated = [(at, drawn(validation, at, ROWS)) for at in range(EVERY, end + 1, EVERY)]
+    return Curve(train, evaluated, batch, ROWS)
+
+
+def falling(floor: float, speed: float = 8.0) -> Callable[[float], float]:
+    return lambda share: floor + (3.0 - floor) * math.exp(-speed * share)
+
+
+def test_samples_count_the_short_batch_at_the_end_of_each_epoch() -> None:
+    seen = [samples_at(step, 10, 4) for step in range(8)]
+    assert seen == [0, 4, 8, 10, 14, 18, 20, 24]
+
+
+def test_scatter_is_that_of_the_noise_under_a_trend_and_outliers() -> None:
+    rng = random.Random(1)
+    values = [5.0 - 0.01 * at + rng.gauss(0.0, 0.3) for at in range(2000)]
+    values[::100] = [50.0] * 20
+    assert scatter(values) == pytest.approx(0.3, rel=0.1)
+    assert scatter(values[:4]) == math.inf
+
+
+def test_evaluations_fall_on_equal_samples_where_batches_allow() -> None:
+    assert interval(1200, 32, [4, 8, 16]) == 32
+    assert interval(1200, 32, [7, 64]) == 37  # 448 would be too coarse
+
+
+def test_a_loss_is_read_at_equal_samples() -> None:
+    one = Curve([(at, 1.0 + (at // 4) % 2) for at in range(4, 101, 4)], [(40, 2.0), (80, 1.0)], 4, 16)
+    assert one.read(20).loss == 2.0  # no evaluation is nearer
+    assert one.read(60).loss == 1.5
+    assert one.read(80).loss == 1.0
+    assert one.read(81) is None
+    assert one.read(60).error == pytest.approx(2.0 / 0.6745 / math.sqrt(6) * math.sqrt(4 / 16), rel=1e-4)
+
+
+def test_an_exploding_loss_diverges_and_others_do_not() -> None:
+    rule = Divergence()
+    for factor in (1.3, 3.0, 30.0):
+        rising = curve(lambda share, factor=factor: 2.0 * factor if share > 0.02 else 2.0, noise=0.2)
+        assert "diverged: training loss" in str(rule.judge(rising.until(96)))
+    assert rule.judge(curve(falling(1.0), noise=0.5)) is None
+    assert rule.judge(curve(lambda share: 2.0, noise=0.3).until(0)) is None
+    flat = [
+        rule.judge(curve(lambda share: 2.0, noise=0.3, seed=seed).until(at)) for seed in range(100) for at in (48, 96)
+    ]
+    assert sum(reason is not None for reason in flat) <= 4
+
+
+def test_an_over_fitted_candidate_ends_and_its_best_stays() -> None:
+    worse = curve(falling(0.5), validation=lambda share: 1.0 + 8.0 * (share - 0.3) ** 2)
+    (one,) = replay({"a": worse}, EarlyExit(), EVERY).candidates
+    assert one.status is Status.EXITED
+    assert "over-fitted: the last 3 validation losses" in one.reason
+    assert abs(one.best_samples - 0.3 * END) <= EVERY
+    assert one.best_samples < one.samples < 0.6 * END
+
+
+def test_neither_a_plateau_nor_training_that_stalls_is_over_fitting() -> None:
+    rule = Overfitting()
+    seen = [
+        rule.judge(curve(falling(0.5, 1.0), validation=lambda share: 1.0, noise=0.4, seed=seed).until(at))
+        for seed in range(60)
+        for at in range(10 * EVERY, END + 1, EVERY)
+    ]
+    assert sum(reason is not None for reason in seen) <= len(seen) / 100
+    both_up = curve(lambda share: 1.0 + share, validation=lambda share: 1.0 + 8.0 * (share - 0.3) ** 2)
+    assert rule.judge(both_up) is None
+
+
+def test_rungs_and_places() -> None:
+    halving = Halving()
+    assert halving.rungs(END, EVERY) == [96, 288, 864]
+    assert [halving.keep(rung, 24) for rung in range(3)] == [8, 3, 1]
+
+
+def field(num: int, noise: float, seed: int) -> dict[str, Curve]:
+    """Candidates whose floors differ by more than noise."""
+    floors = [0.5 + 0.1 * at for at in range(num)]
+    random.Random(seed).shuffle(floors)
+    return {f"c{at}": curve(falling(floor), noise=noise, seed=seed * 100 + at) for at, floor in enumerate(floors)}
+
+
+def test_the_best_wins_for_a_fraction_of_the_samples() -> None:
+    curves = field(24, 0.0, 1)
+    state = replay(curves, EarlyExit(), EVERY)
+    assert state.leader.name == min(curves, key=lambda name: curves[name].best[1])
+    assert state.samples / (24 * END) == pytest.approx(0.17, abs=0.01)
+
+
+def test_noise_however_great_has_a_bounded_price() -> None:
+    """Candidates that are all the same but for noise: nobody is clearly worse."""
+    same = {f"c{at}": curve(falling(0.5), noise=3.0, seed=at) for at in range(24)}
+    rules = EarlyExit(divergence=None, overfitting=None)
+    assert replay(same, rules, EVERY).samples <= 0.2761 * 24 * END
+    without = EarlyExit(divergence=None, overfitting=None, halving=Halving(margin=0.0))
+    assert replay(same, without, EVERY).samples < replay(same, rules, EVERY).samples
+
+
+@pytest.mark.parametrize("margin", [0.0, 1.5])
+def test_a_late_bloomer_within_noise_is_kept_by_the_margin(margin: float) -> None:
+    """Planted: the best in the end, at the first rung of rank 10 of 24 by less than the noise of the losses."""
+    kept = 0
+    for seed in range(20):
+        early = {f"c{at}": curve(falling(1.0 + 0.01 * at), noise=0.6, seed=100 * seed + at) for at in range(12)}
+        late = {f"d{at}": curve(falling(1.8, 4.0), noise=0.6, seed=100 * seed + 50 + at) for at in range(11)}
+        bloomer = {"bloomer": curve(lambda share: falling(1.085)(share) if share < 0.08 else falling(0.5)(share),
+                                    noise=0.6, seed=100 * seed + 99)}  # fmt: skip
+        state = replay({**early, **late, **bloomer}, EarlyExit(halving=Halving(margin=margin)), EVERY)
+        kept += state.leader.name == "bloomer"
+    assert kept == 20 if margin else kept <= 12
+
+
+def test_who_is_clearly_worse_exits_with_the_numbers_said() -> None:
+    halving = Halving()
+    readings = {"a": Reading(1.0, 0.1), "b": Reading(1.05, 0.1), "c": Reading(2.0, 0.1)}
+    assert halving.judge(0, "a", readings, 3, 0).goes_on
+    assert halving.judge(0, "b", readings, 3, 0).goes_on  # within the noise of a
+    verdict = halving.judge(0, "c", readings, 3, 0)
+    assert not verdict.goes_on
+    assert verdict.reason.startswith("2 of 2 siblings are better at equal samples, 2 clearly: validation loss 2.0000 ±")
+
+
+def test_a_verdict_waits_for_those_that_could_change_it_and_for_no_others() -> None:
+    halving = Halving(margin=0.0, most=1.0)
+    readings = {"a": Reading(1.0, 0.0), "b": Reading(2.0, 0.0)}
+    assert halving.judge(0, "b", readings, 3, 1).goes_on is False  # one goes on, and a is better
+    assert halving.judge(0, "a", readings, 3, 1) is None
+    assert halving.judge(0, "a", readings, 3, 0).goes_on
+    assert halving.judge(0, "a", readings, 6, 0).goes_on
+    assert halving.judge(0, "b", readings, 6, 1) is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), noise=st.sampled_from([0.0, 0.3, 2.0]), num=st.integers(1, 12))
+def test_verdicts_do_not_depend_on_who_arrives_first(seed: int, noise: float, num: int) -> None:
+    curves = field(num, noise, seed % 97)
+    curves["explodes"] = curve(lambda share: 3.0 if share < 0.05 else 9.0, noise=noise, seed=seed)
+    curves["short"] = curve(falling(0.2), noise=noise, end=480)
+    pick = random.Random(seed).choice
+    assert replay(curves, EarlyExit(), EVERY, pick).candidates == replay(curves, EarlyExit(), EVERY).candidates

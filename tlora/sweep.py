@@ -1,0 +1,269 @@
+"""When a candidate of a sweep ends early: rules over its losses and its siblings'. No torch, no Ray, no clock.
+
+A *candidate* is a job of a sweep; its position is counted in *samples*, the sequences that it has trained on. Rules
+compare like with like: losses over the same validation rows, at the same number of samples. What they decide depends on
+the candidates' own curves alone, never on when these arrive: a sweep that is killed and resumed decides the same.
+Called by `tlora.sweep_run`, which pauses what is ended here; each exit can be reversed.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from tlora.spec import Fraction, NotNegative, Spec
+
+Point = tuple[int, float]
+"""Samples trained on, and a loss there."""
+_FEW = 4
+"""Second differences, fewer of which tell no scatter."""
+_NORMAL = 0.6744897501960817
+"""The median of the absolute value of a standard normal variable."""
+
+
+def samples_at(step: int, num_sequences: int, batch_size: int) -> int:
+    """Samples that `step` optimizer steps have seen: the last batch of each epoch may be short."""
+    epochs, steps = divmod(step, math.ceil(num_sequences / batch_size))
+    return epochs * num_sequences + min(steps * batch_size, num_sequences)
+
+
+def scatter(values: Sequence[float]) -> float:
+    """Standard deviation of values around a trend, infinite if there are too few to know: the median of the absolute
+    second differences, which neither a slope nor some outliers move (for independent normal noise, × 1 / 0.6745√6)."""
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    return median(bends) / (_NORMAL * math.sqrt(6)) if len(bends) >= _FEW else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A candidate's validation loss at a number of samples, and the standard error of that loss."""
+
+    loss: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What one candidate has measured so far."""
+
+    train: Sequence[Point]
+    """After each optimizer step: the mean loss of its batch."""
+    evaluated: Sequence[Point]
+    """The mean loss over the validation rows."""
+    batch_size: int
+    num_validation: int
+    """Validation rows."""
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]], num_sequences: int, batch_size: int, num_validation: int) -> "Curve":
+        """From the rows of a job's metrics.jsonl."""
+        train: list[Point] = []
+        evaluated: list[Point] = []
+        for row in rows:
+            at = samples_at(row["step"], num_sequences, batch_size)
+            for points, key in ((train, "loss"), (evaluated, "eval_loss")):
+                if row.get(key) is not None:
+                    points.append((at, row[key]))
+        return cls(train, evaluated, batch_size, num_validation)
+
+    @property
+    def best(self) -> Point | None:
+        """The lowest evaluation; the first of equals."""
+        return min(self.evaluated, key=lambda point: point[1], default=None)
+
+    def until(self, samples: int) -> "Curve":
+        """The curve as it was after that many samples."""
+        parts = [[point for point in points if point[0] <= samples] for points in (self.train, self.evaluated)]
+        return Curve(parts[0], parts[1], self.batch_size, self.num_validation)
+
+    def mean_loss(self, after: float, until: float) -> float:
+        """Mean training loss of the steps after `after` samples, those at `until` included; nan if there are none."""
+        losses = [loss for at, loss in self.train if after < at <= until]
+        return fmean(losses) if losses else math.nan
+
+    def read(self, samples: int) -> Reading | None:
+        """The validation loss at exactly so many samples: measured there, or on the line between the evaluations around
+        it; None before the first evaluation that is as far.
+
+        Its standard error is what the mean over the validation rows has if these scatter as training sequences do:
+        the scatter of the batches' losses so far × √(batch size / validation rows). Siblings are judged on the same
+        rows, so part of that error is common to them, and the error of a difference is less than this says.
+        """
+        before: Point | None = None
+        for at, loss in self.evaluated:
+            if at >= samples:
+                if before is None or at == samples:  # no evaluation is nearer
+                    value = loss
+                else:
+                    value = before[1] + (loss - before[1]) * (samples - before[0]) / (at - before[0])
+                spread = scatter([loss for step, loss in self.train if step <= samples])
+                return Reading(value, spread * math.sqrt(self.batch_size / self.num_validation))
+            before = at, loss
+        return None
+
+
+class Divergence(Spec):
+    """Ends a candidate whose loss has risen above its start.
+
+    Statistic: the mean of the logarithms of the training losses since the evaluation before the last, over that of the
+    first batch, which the base alone answers; `margin` scatters of the logarithm of one batch are allowed, for the
+    start is one batch. Logarithms, since the scatter of an exploding loss grows with it. 4: of candidates that learn
+    nothing, 1 % or fewer are taken for diverging ones at an evaluation. (A loss that is no longer finite ends a job
+    anyway.)
+    """
+
+    margin: NotNegative = 4.0
+
+    def judge(self, curve: Curve) -> str | None:
+        """At an evaluation: why the candidate is to end, or None."""
+        if not curve.evaluated or not curve.train:
+            return None
+        after = curve.evaluated[-2][0] if len(curve.evaluated) > 1 else 0
+        logs = [(at, math.log(max(loss, 1e-12))) for at, loss in curve.train]
+        start, recent = logs[0][1], fmean([value for at, value in logs if at > after] or [logs[-1][1]])
+        bound = start + self.margin * scatter([value for _, value in logs])
+        if recent <= bound:
+            return None
+        return (
+            f"diverged: training loss {math.exp(recent):.4g} (mean of samples {after} to {curve.train[-1][0]}) is above"
+            f" its start, {curve.train[0][1]:.4g}, by more than its noise allows ({math.exp(bound):.4g})"
+        )
+
+
+class Overfitting(Spec):
+    """Ends a candidate whose validation loss rises while its training loss falls; its best checkpoint stays.
+
+    Statistic: the lowest of the last `patience` validation losses, over the lowest of all; it must lie above that by
+    `margin` scatters of the validation loss: with 5, white noise on a plateau passes at 0.3 % of the evaluations. And
+    the mean training loss since the best must be below that of as many samples before it. The rows are the same at
+    each evaluation, so their choice adds no noise here.
+    """
+
+    patience: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
+    margin: NotNegative = 5.0
+
+    def judge(self, curve: Curve) -> str | None:
+        """At an evaluation: why the candidate is to end, or None."""
+        best = curve.best
+        if best is None or len([at for at, _ in curve.evaluated if at > best[0]]) < self.patience:
+            return None
+        losses = [loss for _, loss in curve.evaluated]
+        lowest, now = min(losses[-self.patience :]), curve.evaluated[-1][0]
+        if not lowest > best[1] + self.margin * scatter(losses):
+            return None
+        earlier = curve.mean_loss(2 * best[0] - now, best[0])
+        later = curve.mean_loss(best[0], now)
+        if not later < earlier:
+            return None
+        return (
+            f"over-fitted: the last {self.patience} validation losses are {lowest:.4f} or more, the best was "
+            f"{best[1]:.4f} at {best[0]} samples; training loss fell from {earlier:.4f} to {later:.4f} meanwhile"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a candidate goes on past a rung, and why."""
+
+    goes_on: bool
+    reason: str
+
+
+class Halving(Spec):
+    """Ends a candidate that siblings out-perform at equal samples: asynchronous successive halving (Li et al., MLSys
+    2020) with a margin.
+
+    *Rungs* lie at `warmup` of the longest candidate's samples and `eta` times further each. Of n candidates the best
+    n / eta, n / eta², … (rounded up) go on past them, and so does who is not clearly worse: a sibling is *clearly
+    better* if the losses differ by more than `margin` standard errors of their difference. A late bloomer that noise
+    has put just behind is kept so. At most `most` times as many go on, which bounds the price: with the defaults 24
+    candidates of equal length take at most 27.61 % of their samples, however noisy; without noise 17 %.
+
+    A verdict is given as soon as no sibling that is still on its way can change it, so its time depends on who arrives
+    first, and what it is does not.
+    """
+
+    warmup: Annotated[Fraction, Field(gt=0.0)] = 1 / 16
+    """First rung, as a share of the longest candidate's samples. 1/16: enough evaluations lie before it to see a trend,
+    and all candidates together pay 6 % for it."""
+    eta: Annotated[int, Field(strict=True, ge=2, le=100)] = 3
+    margin: NotNegative = 1.5
+    """In standard errors: with 1.5 a planted late bloomer, of rank 10 where 8 go on, behind by a third of the noise, is
+    kept in 20 of 20 draws; with 1 in 18, with 0 in 9."""
+    most: Annotated[NotNegative, Field(ge=1.0)] = 2.0
+
+    def rungs(self, longest: int, every: int) -> list[int]:
+        """In samples, each a multiple of `every`, which lies between evaluations; all before the end."""
+        first = max(1, round(self.warmup * longest / every)) * every
+        rungs: list[int] = []
+        while (at := first * self.eta ** len(rungs)) < longest:
+            rungs.append(at)
+        return rungs
+
+    def keep(self, rung: int, num: int) -> int:
+        """How many of `num` candidates go on past a rung, counted from 0."""
+        return max(1, math.ceil(num / float(self.eta) ** (rung + 1)))
+
+    def judge(self, rung: int, name: str, readings: Mapping[str, Reading], num: int, num_open: int) -> Verdict | None:
+        """Of a candidate among the `readings` of a rung, in the sweep's order. `num` candidates set out, and `num_open`
+        may still arrive. None: they could change it."""
+        keep = self.keep(rung, num)
+        most = max(keep, math.floor(self.most * keep))
+        better, clearly = self._better(name, readings)
+        if len(clearly) < keep and len(better) < most:
+            if len(clearly) + num_open < keep and len(better) + num_open < most:
+                return Verdict(True, self._explain(rung, name, readings, num))
+            return None
+        return Verdict(False, self._explain(rung, name, readings, num))
+
+    def _better(self, name: str, readings: Mapping[str, Reading]) -> tuple[list[str], list[str]]:
+        """Siblings with a lower loss (of equals, the earlier one), and those of them that are clearly better."""
+        order = {other: at for at, other in enumerate(readings)}
+        mine = readings[name]
+        better = [other for other in readings if (readings[other].loss, order[other]) < (mine.loss, order[name])]
+        clearly = [
+            other
+            for other in better
+            if mine.loss - readings[other].loss > self.margin * math.hypot(mine.error, readings[other].error)
+        ]
+        return better, clearly
+
+    def _explain(self, rung: int, name: str, readings: Mapping[str, Reading], num: int) -> str:
+        mine, keep = readings[name], self.keep(rung, num)
+        better, clearly = self._better(name, readings)
+        ranked = sorted(readings.values(), key=lambda reading: reading.loss)
+        last = ranked[min(keep, len(ranked)) - 1]
+        return (
+            f"{len(better)} of {len(readings) - 1} siblings are better at equal samples, {len(clearly)} clearly: "
+            f"validation loss {mine.loss:.4f} ± {mine.error:.4f}, the best {ranked[0].loss:.4f}, of rank {keep} "
+            f"{last.loss:.4f} ± {last.error:.4f}; {keep} of {num} go on, at most {math.floor(self.most * keep)} with "
+            f"those within {self.margin:g} standard errors"
+        )
+
+
+class EarlyExit(Spec):
+    """The rules of a sweep; one that is null is not applied."""
+
+    evaluations: Annotated[int, Field(strict=True, ge=2, le=10_000)] = 32
+    """Of the longest candidate, evenly spread over its samples; the others are evaluated after as many samples."""
+    divergence: Divergence | None = Divergence()
+    overfitting: Overfitting | None = Overfitting()
+    halving: Halving | None = Halving()
+
+    def judge_alone(self, curve: Curve) -> str | None:
+        """What a candidate's own curve says at an evaluation: why it is to end, or None."""
+        for rule in (self.divergence, self.overfitting):
+            if rule is not None and (reason := rule.judge(curve)):
+                return reason
+        return None
+
+
+def interval(longest: int, evaluations: int, batch_sizes: Iterable[int]) -> int:
+    """Samples between evaluations: a multiple of every batch size if that is not coarser than asked for, so that
+    candidates are evaluated after equally many."""
+    every = max(1, longest // evaluations)
+    common = math.lcm(*batch_sizes)
+    return max(1, every // common) * common if common <= 2 * every else every
