@@ -244,7 +244,13 @@ class Roster:
         changes = []
         for entry in self.jobs.values():
             if entry.place == worker:
-                change = self._let_go(entry) if entry.wish else Change(entry.name, state=State.QUEUED, place="")
+                change = (
+                    self._let_go(entry)
+                    if entry.wish
+                    else Change(
+                        entry.name, state=State.QUEUED, place="", reason=f"{reason}: goes on from its last save"
+                    )
+                )
                 log.warning("job=%s %s: %s", entry.name, change.state, reason)
                 changes.append(change)
         self._change(changes, now_s)
@@ -386,7 +392,7 @@ class Roster:
         return {
             "name": entry.name,
             "state": entry.state.value,
-            "reason": entry.reason or (self.waits.get(entry.name, "") if entry.state is State.QUEUED else ""),
+            "reason": (self.waits.get(entry.name) if entry.state is State.QUEUED else None) or entry.reason,
             "group": seen.report.group if seen else "",
             "worker": entry.place[:8],
             "attempt": entry.attempt,

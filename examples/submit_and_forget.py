@@ -9,8 +9,7 @@ Starts a Ray and a scheduler here with one CPU worker, sends two variants of one
 import json
 from pathlib import Path
 
-from tlora import local_cluster, parse_job
-from tlora.client import Client
+import tlora
 
 FOLDER = Path("outputs/submit_and_forget")
 
@@ -21,7 +20,7 @@ def main() -> None:
     (FOLDER / "sums.jsonl").write_text(rows)
     base = str(Path("outputs/demo/base").absolute())  # `make demo` puts a small model there
     jobs = [
-        parse_job(
+        tlora.parse_job(
             {
                 "name": f"sums-rank{rank}",
                 "base": {"model": base},
@@ -34,21 +33,9 @@ def main() -> None:
         )
         for rank in (4, 16)
     ]
-    new = connect().submit(jobs)
+    client, _ = tlora.Client.up(tlora.load_cluster(None, ["gpus_per_worker=0", "max_workers=1"]))
+    new = client.submit(jobs)
     print(f"{len(new)} new job(s). `tlora status` shows them, `tlora logs -f {jobs[0].name}` follows one.")
-
-
-def connect() -> Client:
-    """To the cluster of this machine, started if it does not run."""
-    where = local_cluster.start()  # before Ray is imported, which reads the token's mode then
-    import ray
-
-    from tlora.actors.scheduler import connect
-    from tlora.cluster import load_cluster
-
-    ray.init(address=where, namespace="tlora", log_to_driver=False)
-    connect(load_cluster(None, ["gpus_per_worker=0", "max_workers=1"]))
-    return Client()
 
 
 if __name__ == "__main__":

@@ -4,19 +4,17 @@ Entry point of `tlora` and `python -m tlora`. Training is left to `tlora.local`,
 imports wait inside the commands, so that `--help` and a bad YAML answer at once.
 """
 
-import logging
 import os
-import signal
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tlora.errors import SpecError, StateError, TloraError
+from tlora.cli_cluster import commands
+from tlora.cli_tools import Jobs, Set, load_jobs, quiet, stop_on_signal
+from tlora.errors import SpecError, TloraError
 
 app = typer.Typer(
     help="Train many LoRA jobs at once over one frozen model, each exactly as it would train alone.",
@@ -24,10 +22,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Jobs = Annotated[list[Path], typer.Argument(help="Job files in YAML.", show_default=False)]
-Set = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every job, as in optim.lr=1e-4.")
-]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.", show_default=False)
 ]
@@ -50,8 +44,8 @@ def check(
     gpu_memory: Annotated[float, typer.Option(min=0, help="GiB of a GPU. 0: this machine's, or an H200's.")] = 0.0,
 ) -> None:
     """Validate jobs without training: fields, model, targets, data, memory; and the plan for several GPUs."""
-    specs = _load(jobs, overrides)
-    with _quiet():
+    specs = load_jobs(jobs, overrides)
+    with quiet():
         _refuse_device(device)
         from rich.console import Console
 
@@ -74,8 +68,8 @@ def preview(
     overrides: Set = [],  # noqa: B006
 ) -> None:
     """Show sequences as the model sees them, with the tokens that are trained on in green."""
-    (spec,) = _load([job], overrides)
-    with _quiet():
+    (spec,) = load_jobs([job], overrides)
+    with quiet():
         from rich.console import Console
 
         from tlora.base import Outline
@@ -102,8 +96,8 @@ def train(
     device: Device = None,
 ) -> None:
     """Train jobs together on this machine. Ctrl-C saves and pauses them; --resume goes on."""
-    specs = _load(jobs, overrides)
-    with _quiet():
+    specs = load_jobs(jobs, overrides)
+    with quiet():
         _refuse_device(device)
         from tlora import local
         from tlora.checkpoint import has_finished
@@ -126,7 +120,7 @@ def train(
         console.print(f"reading the data of {len(waiting)} job(s) …", highlight=False)
         ready = local.prepare(waiting, options)
         progress = [local.Progress(spec, JobRecord(spec.name, State.FINISHED)) for spec in ended]
-        with _stop_on_signal() as stopped, LiveTable(console) as table:
+        with stop_on_signal() as stopped, LiveTable(console) as table:
             progress += local.train(ready, options, watch=table.show, stopped=lambda: bool(stopped))
         print_outcome(console, progress)
     states = {one.record.state for one in progress}
@@ -151,7 +145,7 @@ def sweep(
     from tlora.sweep_spec import load_sweep
 
     spec = load_sweep(file, overrides)
-    with _quiet():
+    with quiet():
         _refuse_device(device)
         from tlora.console import LiveTable, Screen, print_leaderboard
         from tlora.local import RunOptions
@@ -166,7 +160,7 @@ def sweep(
             trainer=TrainerOptions(token_budget=tokens),
         )
         console = Screen()
-        with _stop_on_signal() as stopped, LiveTable(console) as table:
+        with stop_on_signal() as stopped, LiveTable(console) as table:
             state = run_sweep(spec, options, revive=revive, fork=fork, watch=table.show, stopped=lambda: bool(stopped))
         print_leaderboard(console, state, spec.folder)
     raise typer.Exit(130 if stopped else 0 if state.leader else 1)
@@ -179,198 +173,11 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Write the base with the adapter merged in.")] = False,
 ) -> None:
     """Write an adapter from a job's last saved state, or merge an adapter into its base."""
-    with _quiet():
+    with quiet():
         from tlora.export import export_last, merge_adapter
 
         (merge_adapter if merge else export_last)(folder, output)
         typer.echo(f"written to {output}")
-
-
-Names = Annotated[list[str], typer.Argument(help="Names of jobs.", show_default=False)]
-
-
-@app.command()
-def up(
-    cluster: Annotated[Path | None, typer.Argument(help="Cluster settings in YAML.", show_default=False)] = None,
-    overrides: Set = [],  # noqa: B006
-) -> None:
-    """Start the scheduler, or find it, on the cluster of RAY_ADDRESS; without one, on this machine."""
-    from tlora import local_cluster
-    from tlora.cluster import load_cluster
-
-    spec = load_cluster(cluster, overrides)
-    with _quiet():
-        if "RAY_ADDRESS" not in os.environ:
-            local_cluster.start()
-        local_cluster.authenticate()
-        import ray
-
-        from tlora.actors.scheduler import connect
-
-        ray.init(address=local_cluster.address(), namespace="tlora", log_to_driver=False, logging_level=logging.ERROR)
-        theirs, ours = ray.get(connect(spec).settings.remote()), spec.model_dump()
-        if other := [f"{key}: {theirs.get(key)!r}" for key in ours if theirs.get(key) != ours[key]]:
-            typer.echo(f"it was up already, with {', '.join(other)}. `tlora down` first, for other settings.")
-        typer.echo(f"the scheduler is up at {local_cluster.address()}; `tlora submit jobs/*.yaml` sends jobs.")
-
-
-@app.command()
-def submit(
-    jobs: Jobs,
-    overrides: Set = [],  # noqa: B006
-    wait: Annotated[bool, typer.Option("--wait", help="Stay until they have ended.")] = False,
-    attached: Annotated[bool, typer.Option("--attached", help="Cancel them if this command is stopped.")] = False,
-) -> None:
-    """Send jobs to the cluster, checked first. They run on when this command is gone."""
-    specs = _load(jobs, overrides)
-    with _quiet():
-        from tlora.client import Client
-        from tlora.console import LiveRows, Screen
-        from tlora.local import prepare
-
-        console = Screen()
-        console.print(f"checking {len(specs)} job(s) …", highlight=False)
-        prepare(specs)
-        client = Client()
-        new = client.submit(specs)
-        names = [spec.name for spec in specs]
-        console.print(f"{len(new)} new job(s), {len(names) - len(new)} known already", highlight=False)
-        if not (wait or attached):
-            return
-        leaving = "cancelling the jobs, saved" if attached else "leaving; the jobs run on"
-        with _stop_on_signal(leaving) as stopped, LiveRows(console) as table:
-
-            def watch(rows: "list[dict[str, object]]") -> None:
-                table.show(rows)
-                if stopped:
-                    raise KeyboardInterrupt
-
-            try:
-                rows = client.wait(names, watch)
-            except KeyboardInterrupt:
-                for row in client.status(names) if attached else ():
-                    with suppress(StateError):  # it has ended meanwhile
-                        client.cancel([row["name"]], keep=True)
-                raise
-    raise typer.Exit(0 if all(row["state"] == "finished" for row in rows) else 1)
-
-
-@app.command()
-def status(
-    names: Annotated[list[str] | None, typer.Argument(help="Names of jobs; all if none.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
-) -> None:
-    """Show the cluster's jobs."""
-    with _quiet():
-        import json
-
-        from tlora.client import Client
-        from tlora.console import Screen, rows_table
-
-        rows = Client().status(names or None)
-        if as_json:
-            typer.echo(json.dumps(rows, indent=1))
-        else:
-            Screen().print(rows_table(rows))
-
-
-@app.command()
-def top() -> None:
-    """Show the cluster's jobs as they change, until Ctrl-C."""
-    with _quiet():
-        import time
-
-        from tlora.client import Client
-        from tlora.console import LiveRows, Screen
-
-        client = Client()
-        with _stop_on_signal("leaving") as stopped, LiveRows(Screen()) as table:
-            while not stopped:
-                table.show(client.status())
-                time.sleep(0.5)
-
-
-@app.command()
-def logs(
-    name: Annotated[str, typer.Argument(help="Name of a job.", show_default=False)],
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended.")] = False,
-) -> None:
-    """Show what happened to a job."""
-    with _quiet():
-        import time
-        from datetime import datetime
-
-        from tlora.client import Client
-        from tlora.job import State
-
-        client, after = Client(), 0
-        while True:
-            has_ended = State(client.status([name])[0]["state"]).is_terminal
-            events = client.events(after, name)
-            for event in events:
-                when = datetime.fromtimestamp(event["time_s"]).isoformat(" ", "seconds")
-                typer.echo(f"{when} {name} {event['state']} {event['reason']}".rstrip())
-                after = event["number"]
-            if not follow or (not events and has_ended):
-                return
-            time.sleep(0.5)
-
-
-@app.command()
-def pause(names: Names) -> None:
-    """Save jobs and take them off their workers."""
-    with _quiet():
-        from tlora.client import Client
-
-        Client().pause(names)
-
-
-@app.command()
-def resume(names: Names) -> None:
-    """Let paused jobs go on."""
-    with _quiet():
-        from tlora.client import Client
-
-        Client().resume(names)
-
-
-@app.command()
-def cancel(
-    names: Names,
-    keep: Annotated[bool, typer.Option("--keep", help="Save their exact state first.")] = False,
-) -> None:
-    """End jobs."""
-    with _quiet():
-        from tlora.client import Client
-
-        Client().cancel(names, keep=keep)
-
-
-@app.command()
-def fork(
-    name: Annotated[str, typer.Argument(help="Name of a job.", show_default=False)],
-    new: Annotated[str, typer.Argument(help="Name of the new one.", show_default=False)],
-    overrides: Set = [],  # noqa: B006
-) -> None:
-    """Submit a job like another, with changes, from its newest adapter."""
-    with _quiet():
-        from tlora.client import Client
-
-        Client().fork(name, new, overrides)
-
-
-@app.command()
-def down() -> None:
-    """End the scheduler and its groups, every job saved; and the local cluster, if `tlora up` started one."""
-    with _quiet():
-        from tlora import local_cluster
-        from tlora.client import Client
-
-        try:
-            Client().down()
-        finally:
-            if "RAY_ADDRESS" not in os.environ:
-                local_cluster.stop()
 
 
 @app.command()
@@ -380,7 +187,7 @@ def profile(
     device: Device = None,
 ) -> None:
     """Measure how long a base's ticks take on this machine, for `tlora simulate`."""
-    with _quiet():
+    with quiet():
         _refuse_device(device)
         from tlora.capacity import Capacity
         from tlora.profiling import cached_profile
@@ -423,26 +230,6 @@ def simulate(
     present(Console(), scene, ways or DEFAULT_WAYS, output, sweep=sweep)
 
 
-def _load(paths: list[Path], overrides: list[str]) -> "list[JobSpec]":  # type: ignore[name-defined]  # noqa: F821
-    from tlora.spec import load_job, refuse_clashes
-
-    specs, faults = [], []
-    seen: set[Path] = set()
-    for path in paths:
-        if path.resolve() in seen:
-            faults.append(f"{path}: is given twice. Name each job file once.")
-            continue
-        seen.add(path.resolve())
-        try:
-            specs.append(load_job(path, overrides))
-        except SpecError as error:
-            faults.append(str(error))
-    if faults:
-        raise SpecError("\n".join(faults))
-    refuse_clashes(specs)
-    return specs
-
-
 def _refuse_device(asked: str | None) -> None:
     """Raise SpecError if this machine has no such device."""
     if asked is None:
@@ -461,41 +248,8 @@ def _refuse_device(asked: str | None) -> None:
         raise SpecError(f"--device {asked}: torch finds {count} GPUs here; want {most}.")
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what libraries print to themselves out of the user's terminal; our own warnings stay."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"(transformers|peft|torch|huggingface_hub)\b")
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        yield
-
-
-@contextmanager
-def _stop_on_signal(
-    text: str = "saving and pausing after this tick; once more to end at once",
-) -> Iterator[list[int]]:
-    """Collect the first Ctrl-C or SIGTERM in the list that is yielded, and say so; a second one interrupts."""
-    stopped: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        if stopped:
-            raise KeyboardInterrupt
-        stopped.append(number)
-        with suppress(OSError):  # by descriptor: the signal may have come amid a write to the stream
-            os.write(2, f"\n{text}\n".encode())
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+for _command in commands:
+    app.command()(_command)
 
 
 def main() -> None:

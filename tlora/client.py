@@ -1,6 +1,7 @@
 """The cluster from outside: what the command line does, for Python too.
 
-    client = tlora.Client()            # the cluster of RAY_ADDRESS, or the local one that `tlora up` started
+    client = tlora.Client()            # the cluster of RAY_ADDRESS, or the local one that `tlora up` has started
+    client, _ = tlora.Client.up(tlora.load_cluster(None))   # as `tlora up`
     client.submit([tlora.load_job("jobs/a.yaml")])
     client.wait(["a"])
 
@@ -8,12 +9,15 @@ Jobs run on when their client is gone. Calls are idempotent; one that the schedu
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tlora
+from tlora import local_cluster
+from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, TloraError
 from tlora.job import State
 from tlora.local_cluster import address, authenticate
@@ -28,19 +32,10 @@ class Client:
 
     def __init__(self, where: str | None = None):
         authenticate()
-        import ray
 
         from tlora.actors.scheduler import connect
 
-        if not ray.is_initialized():
-            try:
-                ray.init(
-                    address=where or address(), namespace="tlora", log_to_driver=False, logging_level=logging.ERROR
-                )
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ClusterError(
-                    f"no Ray cluster answers at {where or address()}: {error}. Run `tlora up`."
-                ) from None
+        _join(where)
         try:
             self._scheduler = connect()
         except ValueError:
@@ -50,6 +45,23 @@ class Client:
             raise ClusterError(
                 f"the cluster runs tLoRA {theirs}, this is {tlora.__version__}. Install the same version on both."
             )
+
+    @classmethod
+    def up(cls, spec: ClusterSpec) -> "tuple[Client, str]":
+        """Start the scheduler with these settings, or find the one that is there, on the cluster of RAY_ADDRESS, or
+        without one on a Ray of this machine; returns the address, too."""
+        where = os.environ.get("RAY_ADDRESS") or local_cluster.start()
+        authenticate()
+        from tlora.actors.scheduler import connect
+
+        _join(where)
+        connect(spec)
+        return cls(where), where
+
+    def settings(self) -> dict[str, Any]:
+        """The cluster's own, by name."""
+        settings: dict[str, Any] = self._call("settings")
+        return settings
 
     def submit(self, specs: Sequence[JobSpec]) -> list[str]:
         """Admit jobs, all or none; returns the names of those that are new. Raises StateError for a name that has been
@@ -87,7 +99,7 @@ class Client:
     def fork(self, name: str, new: str, changes: Sequence[str] = ()) -> str:
         """Submit a job like `name` under a new name, with changes (`dotted.key=value`), from its newest adapter."""
         (row,) = self.status([name])
-        values = {**self._call("spec", name), "name": new, "output": f"{row['output'].removesuffix(name)}{new}"}
+        values = {**self._call("spec", name), "name": new, "output": str(Path(row["output"]).with_name(new))}
         values["adapter"]["init_from"] = str(self._call("newest_adapter", name))
         for change in changes:
             override(values, change)
@@ -126,6 +138,19 @@ class Client:
             except ray.exceptions.RayActorError as error:
                 raise ClusterError(f"the scheduler is gone: {error}. Run `tlora up`.") from None
         raise ClusterError("the scheduler does not come back. See `ray status`, and run `tlora up`.")
+
+
+def _join(where: str | None) -> None:
+    """Connect to a Ray, unless this process is."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    where = where or address()
+    try:
+        ray.init(address=where, namespace="tlora", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"no Ray cluster answers at {where}: {str(error).rstrip('.')}. Run `tlora up`.") from None
 
 
 def absolute(spec: JobSpec) -> JobSpec:

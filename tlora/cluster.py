@@ -1,5 +1,6 @@
 """How a cluster is used: what `tlora up` is given. Nothing of it changes what a job computes."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,7 +72,7 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = ()) -> ClusterSpe
             f"{path or 'cluster'}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}." for fault in error.errors()
         )
         raise SpecError("\n".join(lines)) from None
-    paths = {"storage": spec.storage, "outputs": spec.outputs}
+    paths = {"storage": spec.storage, "outputs": spec.outputs, "state": os.path.expanduser(spec.state)}
     return spec.model_copy(
         update={name: str(Path(path).absolute()) for name, path in paths.items() if path and "://" not in path}
     )

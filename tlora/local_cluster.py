@@ -24,11 +24,14 @@ def _file() -> Path:
 
 
 def address() -> str:
-    """Of the cluster to talk to: RAY_ADDRESS, else the local one, else whatever Ray finds."""
+    """Of the cluster to talk to: RAY_ADDRESS, else the local one. Raises ClusterError if there is neither: a Ray that
+    just runs on this machine may be somebody else's."""
     if given := os.environ.get("RAY_ADDRESS"):
         return given
     known = _read()
-    return str(known["address"]) if known else "auto"
+    if known is None:
+        raise ClusterError("no cluster of yours runs here, and RAY_ADDRESS names none. Run `tlora up`.")
+    return str(known["address"])
 
 
 def authenticate() -> None:
@@ -51,9 +54,9 @@ def _use_token() -> None:
 
 def start(port: int = 6399) -> str:
     """Start it, unless it runs; returns its address."""
+    _use_token()
     if known := _read():
         return str(known["address"])
-    _use_token()
     path = _file()
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.with_suffix(".log")

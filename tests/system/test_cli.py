@@ -18,7 +18,8 @@ from rich.console import Console
 from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tlora.cli import _stop_on_signal, main
+from tlora.cli import main
+from tlora.cli_tools import stop_on_signal
 from tlora.console import print_preview
 from tlora.tracking import read_metrics
 
@@ -164,7 +165,7 @@ def test_signal_is_taken_amid_a_write(monkeypatch: pytest.MonkeyPatch, capfd: py
             raise RuntimeError("reentrant call")
 
     monkeypatch.setattr(sys, "stderr", Busy())
-    with _stop_on_signal() as stopped:
+    with stop_on_signal() as stopped:
         signal.raise_signal(signal.SIGTERM)
     assert stopped == [signal.SIGTERM]
     assert "saving and pausing after this tick" in capfd.readouterr().err

@@ -42,6 +42,8 @@ LAYERS = {
     "tlora.console": FRONT,
     "tlora.client": FRONT,
     "tlora.cli": FRONT,
+    "tlora.cli_cluster": FRONT,
+    "tlora.cli_tools": FRONT,
     "tlora.__main__": FRONT,
 }
 DECIDING = (
