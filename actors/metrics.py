@@ -49,11 +49,11 @@ class Metrics:
         for tags in self._jobs - placed:
             _set(self._of_jobs, {"tokens_per_s": 0.0, "share": 0.0}, _JOB, tags)
         self._jobs = placed
-        here: set[Tags] = set()
+        here, before, self._busy = set[Tags](), self._busy, {}
         for worker in workers:
             tags = worker["group"], str(worker["rank"])
             here.add(tags)
-            values = {**worker, "residents": len(worker["jobs"]), "busy": self._fraction(worker, now_s)}
+            values = {**worker, "residents": len(worker["jobs"]), "busy": self._fraction(worker, before, now_s)}
             _set(self._of_workers, values, _WORKER, tags)
         for tags in self._workers - here:
             _set(self._of_workers, {"residents": 0, "busy": 0.0, "tick_s": 0.0}, _WORKER, tags)
@@ -61,11 +61,11 @@ class Metrics:
         for state in State:
             self._states.set(counts[state], {"state": state.value})
 
-    def _fraction(self, worker: Mapping[str, Any], now_s: float) -> float:
+    def _fraction(self, worker: Mapping[str, Any], before: Mapping[str, tuple[float, float]], now_s: float) -> float:
         """Of the time since it was last seen."""
-        before, at_s = self._busy.get(worker["worker"], (worker["busy_s"], now_s))
+        busy_s, at_s = before.get(worker["worker"], (worker["busy_s"], now_s))
         self._busy[worker["worker"]] = worker["busy_s"], now_s
-        return min(1.0, (worker["busy_s"] - before) / (now_s - at_s)) if now_s > at_s else 0.0
+        return min(1.0, (worker["busy_s"] - busy_s) / (now_s - at_s)) if now_s > at_s else 0.0
 
 
 def _set(gauges: Mapping[str, Gauge], values: Mapping[str, Any], names: Tags, tags: Tags) -> None:

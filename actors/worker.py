@@ -80,7 +80,7 @@ class _Coming:
     spec: JobSpec
     job: "Future[ResidentJob]"
     again_s: float = 0.0
-    """When to read it anew, since its folder was held by another process."""
+    """When to look at it again, since its folder was held by another process."""
 
 
 class Worker:

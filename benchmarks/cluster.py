@@ -21,6 +21,7 @@ from tlora.actors.names import NAMESPACE
 from tlora.actors.scheduler import connect
 from tlora.client import Client
 from tlora.cluster import ClusterSpec
+from tlora.job import State
 from tlora.spec import JobSpec, parse_job
 
 
@@ -101,7 +102,10 @@ def process_id(client: Client) -> int:
 
 
 def step(client: Client, name: str) -> int:
-    return int(client.status([name])[0]["step"])
+    (row,) = client.status([name])
+    if row["state"] == State.FAILED:
+        raise RuntimeError(f"job {name} failed: {row['reason']}")
+    return int(row["step"])
 
 
 def fresh(client: Client, before: int) -> bool:

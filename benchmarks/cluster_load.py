@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks.cluster import say, timed, until
+from benchmarks.cluster import say, step, timed, until
 from benchmarks.results import commit
 from benchmarks.step import BASES
 from tlora import environment
@@ -29,7 +29,6 @@ from tlora.actors.names import NAMESPACE
 from tlora.actors.scheduler import connect
 from tlora.client import Client
 from tlora.cluster import ClusterSpec
-from tlora.job import State
 from tlora.spec import JobSpec, parse_job
 from tlora.tracking import read_metrics
 
@@ -133,13 +132,6 @@ def seconds(spec: JobSpec) -> list[float]:
     rows = [row for row in read_metrics(spec.folder) if row.get("tokens_per_s")]
     taken = zip(rows, [{"tokens": 0}, *rows], strict=False)
     return [(row["tokens"] - last["tokens"]) / row["tokens_per_s"] for row, last in taken]
-
-
-def step(client: Client, name: str) -> int:
-    (row,) = client.status([name])
-    if row["state"] == State.FAILED:
-        raise RuntimeError(f"job {name} failed: {row['reason']}")
-    return int(row["step"])
 
 
 def state(client: Client, name: str) -> str:

@@ -42,19 +42,7 @@ from tlora.trainer import TrainerOptions
 
 TARGETS = ["all-linear", ["q_proj", "v_proj"], ["down_proj"], ".*layers.1.*_proj", ["k_proj", "o_proj", "lm_head"]]
 CONFIG = {"num_key_value_heads": 4, "num_attention_heads": 4}
-_SHAPE = {
-    "vocab_size": toy.VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SHAPE = {**toy.SHAPE, **toy.IDS}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama-tied": LlamaConfig(**_SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
     "qwen2": Qwen2Config(**_SHAPE),
@@ -324,31 +312,31 @@ def with_full_disk(run: Run, folder: Path, mix: Sequence[Visit], name: str, at: 
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    def fill(trainer: GroupTrainer) -> None:
+        save = trainer._save_state
+        trainer._save_state = lambda job, state: no_space() if job.name == name else save(job, state)
+
+    return _reasons(run, folder, mix, name, at, fill)
+
+
+def only_on_lead(run: Run, folder: Path, mix: Sequence[Visit], name: str) -> list[str]:
+    """`train`, but that one job fails on its lead's side alone, where no other rank could see it."""
+    return _reasons(
+        run, folder, mix, name, 2, lambda trainer: trainer._leave(trainer.jobs[name], State.FAILED, "of itself")
+    )
+
+
+def _reasons(
+    run: Run, folder: Path, mix: Sequence[Visit], name: str, at: int, on_lead: Callable[[GroupTrainer], None]
+) -> list[str]:
+    """Why jobs failed here, if something happens to the lead of one before tick `at`."""
     trainer = trainer_of(run)
     for visit in mix:
         act(trainer, visit, folder, 0)
     failed: list[str] = []
     for tick in range(100):
         if tick == at and name in trainer.jobs and trainer._leads(trainer._held[name]):
-            save = trainer._save_state
-            trainer._save_state = lambda job, state, save=save: no_space() if job.name == name else save(job, state)
-        still = torch.tensor(int(bool(trainer.jobs)))
-        dist.all_reduce(still)
-        if not still:
-            return failed
-        failed += [job.record.reason for job in trainer.tick().ended if job.record.state is State.FAILED]
-    raise AssertionError("jobs never ended")
-
-
-def only_on_lead(run: Run, folder: Path, mix: Sequence[Visit], name: str) -> list[str]:
-    """`train`, but that one job fails on its lead's side alone, where no other rank could see it."""
-    trainer = trainer_of(run)
-    for visit in mix:
-        act(trainer, visit, folder, 0)
-    failed: list[str] = []
-    for tick in range(100):
-        if tick == 2 and name in trainer.jobs and trainer._leads(trainer._held[name]):
-            trainer._leave(trainer.jobs[name], State.FAILED, "of itself")
+            on_lead(trainer)
         still = torch.tensor(int(bool(trainer.jobs)))
         dist.all_reduce(still)
         if not still:

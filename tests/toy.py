@@ -28,19 +28,21 @@ VOCAB = 96
 DEVICE = torch.device(os.environ.get("TLORA_TEST_DEVICE", "cpu"))
 
 
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
 def config(**changes: object) -> LlamaConfig:
-    values = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-    }
-    return LlamaConfig(**{**values, **changes})
+    return LlamaConfig(**{**SHAPE, "tie_word_embeddings": False, **changes})
 
 
 def super_model(

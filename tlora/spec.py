@@ -207,13 +207,18 @@ class JobSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _default_output(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.get("output") and isinstance(values.get("name"), str):
-            return {**values, "output": f"outputs/{values['name']}"}
-        return values
+        return with_output(values)
 
     @property
     def folder(self) -> Path:
         return Path(self.output)
+
+
+def with_output(values: Any) -> Any:
+    """Fields with `outputs/<name>` as the output, if none is given."""
+    if isinstance(values, dict) and not values.get("output") and isinstance(values.get("name"), str):
+        return {**values, "output": f"outputs/{values['name']}"}
+    return values
 
 
 _FREE = (

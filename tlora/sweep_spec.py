@@ -29,6 +29,7 @@ from tlora.spec import (
     parse_job,
     read_yaml,
     unknown_key,
+    with_output,
 )
 from tlora.sweep import EarlyExit
 
@@ -161,9 +162,7 @@ class SweepSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _default_output(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.get("output") and isinstance(values.get("name"), str):
-            return {**values, "output": f"outputs/{values['name']}"}
-        return values
+        return with_output(values)
 
     @property
     def folder(self) -> Path:

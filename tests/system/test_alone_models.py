@@ -31,17 +31,10 @@ from tlora.spec import BaseSpec
 from tlora.supermodel import SuperModel
 
 SHAPE = {
-    "vocab_size": toy.VOCAB,
+    **toy.SHAPE,
+    **toy.IDS,
     "hidden_size": 36,
     "intermediate_size": 10,  # so narrow that the odd end of a vectorised SiLU covers rows that matter
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, head_dim=8),

@@ -93,10 +93,6 @@ def test_nothing_is_lost_when_nodes_go_and_come(seed: int) -> None:
     jobs = some_jobs(seed)
     faults = Faults(loss_every_s=1200.0, repair_s=600.0, spot_nodes=1, spot_s=1800.0, seed=seed)
     replay = play("tlora", CAPACITY, jobs, 16, faults=faults)
-    check_faulty(replay, jobs)
-
-
-def check_faulty(replay: Replay, jobs: list[TraceJob]) -> None:
     assert {outcome.name for outcome in replay.outcomes} == {job.name for job in jobs}
     for outcome in replay.outcomes:
         assert outcome.running_s > 0.0
