@@ -253,15 +253,15 @@ def peak_bytes(run: Run) -> tuple[int, int, int]:
     model = super_model(run, mesh)
 
     def look() -> None:
-        storages = dict[
-            int, int
-        ]()  # none of a single token's activations has a KiB, every part of a product's weight has
+        storages: dict[int, int] = {}
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor) and thing.dtype is run.dtype:
                 local = thing.to_local() if isinstance(thing, DTensor) else thing
                 storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        # None of a single token's activations has a KiB, every part of a product's weight has.
         seen.append(sum(size for size in storages.values() if size > 1024))
 
+    gc.collect()  # cycles of the making, which wait for Python's own time, are not what a rank holds
     look()
     whole = decoder_layers(AutoModelForCausalLM.from_config(toy.config(**run.config)))[0]
     last = len(decoder_layers(model.model)) - 1
