@@ -92,4 +92,6 @@ class WorkerOptions:
     checkpointing: bool = False
     save_every_s: float = 300.0
     stuck_after_s: float = 1800.0
+    patience_s: float = 300.0
+    """How long files that cannot be read or written are tried again, before their job fails."""
     device: str | None = None

@@ -79,8 +79,10 @@ class _Coming:
     order: Order
     spec: JobSpec
     job: "Future[ResidentJob]"
+    until_s: float
+    """How long what fails to be read may be tried again."""
     again_s: float = 0.0
-    """When to look at it again, since its folder was held by another process."""
+    """When to look at it again, since its folder was held by another process, or its files were away."""
 
 
 class Worker:
@@ -195,7 +197,8 @@ class Worker:
             spec = parse_job(order.spec)
             if self._trainer is None:
                 self._trainer = self._load()
-            self._coming[name] = _Coming(order, spec, self._readers.submit(self._prepare, self._trainer, spec))
+            until_s = time.monotonic() + self.options.patience_s
+            self._coming[name] = _Coming(order, spec, self._readers.submit(self._prepare, self._trainer, spec), until_s)
         except (TloraError, OSError, RuntimeError) as error:
             self._end(name, order.attempt, error)
 
@@ -229,7 +232,9 @@ class Worker:
         )
         self._loads += 1
         budget = TrainerOptions(token_budget=options.token_budget).budget_on(supermodel.device)
-        return Trainer(supermodel, TrainerOptions(token_budget=budget, writes_beside=True))
+        return Trainer(
+            supermodel, TrainerOptions(token_budget=budget, writes_beside=True, patience_s=options.patience_s)
+        )
 
     def _attach(self, name: str, coming: _Coming) -> None:
         trainer = self._trainer
@@ -241,13 +246,15 @@ class Worker:
                 trainer.token_budget = max(trainer.token_budget, 2 * longest)
             self._attempts[name], self._saved_s[name] = coming.order.attempt, time.monotonic()
             trainer.admit(job)
-        except StateError as error:  # its folder is still held by a process that is cut off, or on its way out
-            if not coming.again_s:
-                log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
-            coming.again_s = time.monotonic() + _AGAIN_S
-            coming.job = self._readers.submit(self._prepare, trainer, coming.spec)
-            return
         except (TloraError, OSError, RuntimeError) as error:  # out of memory is one of the last
+            now_s = time.monotonic()
+            # Its folder is still held by a process that is cut off or on its way out, or its storage is away.
+            if isinstance(error, StateError) or (isinstance(error, OSError) and now_s < coming.until_s):
+                if not coming.again_s:
+                    log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
+                coming.again_s = now_s + _AGAIN_S
+                coming.job = self._readers.submit(self._prepare, trainer, coming.spec)
+                return
             self._attempts.pop(name, None)
             self._end(name, coming.order.attempt, error)
         del self._coming[name]

@@ -4,30 +4,41 @@ Called by the trainer, checkpoints and adapters. What is to be written is handed
 (`AdapterState.frozen`), for steps go on.
 """
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
-from typing import TypeVar
+from threading import Lock
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 
 T = TypeVar("T")
+log = logging.getLogger("tlora")
 _PIECE_BYTES = 1 << 24
+_AGAIN_S = 1.0
+_MOST_WAITING = 64
 
 
 class Writer:
-    """Actions one after the other: in a thread of their own if `is_beside`, else where they are asked for."""
+    """Actions on files, one at a time: in threads of their own if `is_beside`, else where they are asked for. In a
+    thread, one that cannot write is tried again for `patience_s`, and others go on: a storage may be away for a while,
+    or one job's part of it."""
 
-    def __init__(self, device: torch.device, *, is_beside: bool):
-        self.is_beside = is_beside
+    def __init__(self, device: torch.device, *, is_beside: bool, patience_s: float = 0.0):
+        self.is_beside, self._patience_s = is_beside, patience_s
         self._device = device
-        self._pool = ThreadPoolExecutor(1, "tlora-files") if is_beside else None
+        self._pool = ThreadPoolExecutor(_MOST_WAITING, "tlora-files") if is_beside else None
+        self._turn = Lock()
 
-    def submit(self, action: Callable[[], T]) -> "Future[T]":
-        """The future of an action; without a thread it is done."""
+    def submit(self, action: Callable[[], T], after: Iterable["Future[Any]"] = ()) -> "Future[T]":
+        """The future of an action, which begins once those `after` which it comes are done; without a thread it is
+        done."""
         if self._pool is not None:
-            return self._pool.submit(self._run, action)
+            return self._pool.submit(self._run, action, tuple(after))
         future: Future[T] = Future()
         try:
             future.set_result(action())
@@ -35,9 +46,19 @@ class Writer:
             future.set_exception(error)
         return future
 
-    def _run(self, action: Callable[[], T]) -> T:
-        with own_stream(self._device):
-            return action()
+    def _run(self, action: Callable[[], T], after: tuple["Future[Any]", ...]) -> T:
+        wait(after)
+        until_s, is_told = time.monotonic() + self._patience_s, False
+        while True:
+            try:
+                with self._turn, own_stream(self._device):
+                    return action()
+            except (OSError, SafetensorError) as error:
+                if time.monotonic() >= until_s:
+                    raise
+                log.log(logging.DEBUG if is_told else logging.WARNING, "%s. It is tried again.", str(error).rstrip("."))
+                is_told = True
+            time.sleep(min(_AGAIN_S, self._patience_s))
 
     def close(self) -> None:
         """Once all is done."""

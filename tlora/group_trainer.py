@@ -31,7 +31,7 @@ from tlora.spec import JobSpec
 from tlora.supermodel import SuperModel
 from tlora.tensor_parallel import SplitState
 from tlora.tracking import Silent, Tracker
-from tlora.trainer import Bid, Tick, Trainer, TrainerOptions
+from tlora.trainer import IN_FLIGHT, Bid, Tick, Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
 _T = TypeVar("_T")
@@ -179,6 +179,13 @@ class GroupTrainer(Trainer):
         for part in range(self.mesh.plan.tensor):
             mine.fill(whole.tensors(), {name: vectors[part] for name, vectors in parts.items()}, part)
         return whole
+
+    def _is_behind(self, job: ResidentJob) -> bool:
+        """Of a job on several ranks, its lead alone could say: they wait for it."""
+        if len(self._held[job.name].ranks) == 1:
+            return super()._is_behind(job)
+        job.settle_files(most=IN_FLIGHT)
+        return False
 
     def _save(self, job: ResidentJob) -> None:
         self._led(job, partial(self._save_state, job, self._gathered(job)))

@@ -40,7 +40,8 @@ from tlora.tracking import Tracker
 
 log = logging.getLogger("tlora")
 _FAULTS = (TloraError, OSError, SafetensorError, ArithmeticError, RuntimeError)
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
+"""Files of one job that may wait to be written."""
 """Copies of a job that wait to be written, before one more is made."""
 Bid = tuple[ResidentJob, Claim, int]
 """A job, what it asked for, and how many sequences it is to send."""
@@ -58,6 +59,8 @@ class TrainerOptions:
     """Each slice is filled to a multiple of this many rows, which belong to nobody."""
     writes_beside: bool = False
     """Files are written by a thread, and ticks go on meanwhile."""
+    patience_s: float = 0.0
+    """How long that thread tries again what it cannot write, before the job fails."""
 
     def budget_on(self, device: torch.device, longest: int = 0) -> int:
         """The budget on a device; one that was not given holds a sequence of `longest` rows twice."""
@@ -86,7 +89,7 @@ class Trainer:
         self.jobs: dict[str, ResidentJob] = {}
         self.leaving: dict[str, ResidentJob] = {}
         """Out of the ticks, while the last of their files are written."""
-        self._writer = Writer(supermodel.device, is_beside=options.writes_beside)
+        self._writer = Writer(supermodel.device, is_beside=options.writes_beside, patience_s=options.patience_s)
         self._closings: dict[str, Future[tuple[State, str]]] = {}
         self._ended: list[ResidentJob] = []
         self._turn = 0
@@ -228,10 +231,12 @@ class Trainer:
                 self._ended.append(job)
 
     def save(self, name: str) -> None:
-        """Save a settled resident's exact state, between ticks and beside its own cadence."""
+        """Save a settled resident's exact state, between ticks and beside its own cadence, unless its files are behind:
+        nobody waits for a storage that is slow or away."""
         job = self.jobs[name]
         assert job.is_settled
-        self._guard(job, partial(self._save, job))
+        if not self._is_behind(job):
+            self._guard(job, partial(self._save, job))
 
     def replay(self) -> None:
         """After a tick that was broken off: every step in flight begins anew, as if nothing of it had been sent. Raises
@@ -366,15 +371,22 @@ class Trainer:
         job.tracker.write({"step": job.step, "epoch": job.epoch, "eval_loss": loss})
         if loss < job.best_loss:
             job.best_loss = loss
+            job.settle_files(most=IN_FLIGHT)
             self._export(job, BEST)
         self._settle(job)
 
     def _settle(self, job: ResidentJob) -> None:
         """After a step and its evaluation: save when due, end when done, else lay out the next step."""
         job.phase = Phase.TRAINING
-        if job.is_due(job.spec.save_every):
+        if job.is_due(job.spec.save_every) and (job.is_done or not self._is_behind(job)):
             self._save(job)
         self._go_on(job)
+
+    def _is_behind(self, job: ResidentJob) -> bool:
+        job.settle_files()
+        if is_behind := len(job.files) >= IN_FLIGHT:
+            log.warning("job %s: no save at step %d, since earlier ones are still being written.", job.name, job.step)
+        return is_behind
 
     def _go_on(self, job: ResidentJob) -> None:
         if job.is_done:
@@ -427,11 +439,10 @@ class Trainer:
 
     def _write(self, job: ResidentJob, state: AdapterState, write: Callable[[AdapterState], None]) -> None:
         """Have a file written of a state of the job, as it is now."""
-        job.settle_files(most=_IN_FLIGHT)
         if self._writer.is_beside and state is job.state:
             with suppress(torch.OutOfMemoryError):  # without room for a copy, the write is waited for
                 state = state.frozen()
-        job.files.append(self._writer.submit(partial(write, state)))
+        job.files.append(self._writer.submit(partial(write, state), after=job.files))
         job.settle_files(most=0 if state is job.state else None)
 
     def _export(self, job: ResidentJob, part: str) -> None:
@@ -463,7 +474,7 @@ class Trainer:
         self.supermodel.remove(job.slot)
         del self.jobs[job.name]
         self.leaving[job.name] = job
-        self._closings[job.name] = self._writer.submit(partial(self._close, job, state, reason))
+        self._closings[job.name] = self._writer.submit(partial(self._close, job, state, reason), after=job.files)
 
     def _close(self, job: ResidentJob, state: State, reason: str) -> tuple[State, str]:
         """After all else that is written of a job, so that its end is known now."""

@@ -10,6 +10,7 @@ import torch
 import toy
 from safetensors.torch import load_file
 
+from tlora import trainer
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
 from tlora.actors.worker import Worker
 from tlora.checkpoint import STATE, JobFolder, read_meta, save_state
@@ -29,7 +30,9 @@ class Desk:
         self.folder, self.number = folder, 0
         base = toy.named_job(folder, "a").base.model_dump()
         self.worker = Worker(
-            WorkerOptions(group="g", base=base, deterministic=True, device="cpu", **options), 0, "node"
+            WorkerOptions(group="g", base=base, deterministic=True, device="cpu", **{"patience_s": 0.0, **options}),
+            0,
+            "node",
         )
 
     def order(self, *specs: JobSpec, attempt: int = 1, drop: frozenset[str] = frozenset(), stop: bool = False) -> None:
@@ -175,6 +178,61 @@ def test_a_folder_that_another_process_holds_is_waited_for(desk: Desk) -> None:
     assert desk.worker.mailbox.report().jobs["a"].state is State.ATTACHING
     folder.close()
     assert desk.ends("a").state is State.FINISHED
+
+
+def test_a_storage_that_is_away_for_a_while_costs_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(tmp_path, save_every_s=1e-3, patience_s=60.0)
+    monkeypatch.setattr("tlora.beside._AGAIN_S", 0.01)
+    monkeypatch.setattr("tlora.actors.worker._AGAIN_S", 0.01)
+    away, back = threading.Event(), threading.Event()
+
+    def unless_away(call: Callable[..., Any]) -> Callable[..., Any]:
+        def tried(*arguments: Any, **options: Any) -> Any:
+            if not back.is_set():
+                away.set()
+                raise OSError(5, "Input/output error")
+            return call(*arguments, **options)
+
+        return tried
+
+    for name in ("save_state", "export_peft", "restore"):
+        monkeypatch.setattr(f"tlora.trainer.{name}", unless_away(getattr(trainer, name)))
+    data = {"path": str(tmp_path / "rows.jsonl")}
+    first, second = (toy.named_job(tmp_path, name, steps=30, save_every=2, data=data) for name in "ab")
+    desk.order(first, second)
+    desk.until(lambda report: away.is_set())
+    assert all(job.state is State.ATTACHING for job in desk.worker.mailbox.report().jobs.values())
+    back.set()
+    desk.until(lambda report: report.jobs["a"].step > 2)
+    away.clear()
+    back.clear()
+    report = desk.until(lambda report: report.jobs["a"].step == 30)
+    assert away.is_set()
+    assert report.jobs["a"].state is State.RUNNING
+    desk.order(first)  # the second is to leave, saved
+    for _ in range(5):
+        desk.worker.step()
+    back.set()
+    assert desk.ends("a").state is State.FINISHED
+    desk.until(lambda report: "b" not in report.jobs)
+    assert read_meta(second.folder)["step"] > 2
+    assert same(adapter(first), alone(first))
+
+
+def test_a_storage_that_stays_away_ends_the_job_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*arguments: Any, **options: Any) -> Any:
+        tries.append(1)
+        raise OSError(5, "Input/output error")
+
+    tries: list[int] = []
+    desk = Desk(tmp_path, patience_s=0.05)
+    monkeypatch.setattr("tlora.actors.worker._AGAIN_S", 0.01)
+    monkeypatch.setattr("tlora.trainer.restore", gone)
+    desk.order(toy.named_job(tmp_path, "a"))
+    assert "Input/output error" in desk.ends("a").reason
+    assert len(tries) > 1
 
 
 def test_told_to_stop_it_saves_and_ends(desk: Desk) -> None:

@@ -1,6 +1,7 @@
 """Files are written beside the ticks: as they were when handed over, in order, and nothing ends before its last one."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ def until(work: toy.Recorder, seen: Callable[[], bool]) -> None:
         if seen():
             return
         work.tick()
+        if not work.jobs:
+            time.sleep(0.01)  # for files
     raise AssertionError("never seen")
 
 
@@ -104,6 +107,31 @@ def test_a_save_that_fails_later_ends_that_job_with_its_reason(
     assert other.record.state == "finished"
     work.attach(job.spec, toy.data(), resume=True)
     assert "a" in work.jobs
+
+
+def test_files_that_cannot_be_written_for_a_while_hold_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tlora.beside._AGAIN_S", 0.01)
+    back = threading.Event()
+
+    def full(folder: Path, tensors: Any, meta: Any) -> None:
+        if folder.name == "a" and not back.is_set():
+            raise OSError("No space left on device")
+        save_state(folder, tensors, meta)
+
+    monkeypatch.setattr(trainer, "save_state", full)
+    work = worker(patience_s=60.0)
+    job, other = (work.attach(toy.job(tmp_path, name, steps=9, save_every=1), toy.data()) for name in "ab")
+    until(work, lambda: other.record.state == "finished")
+    assert job.record.state == "running"
+    assert "no save at step 3" in caplog.text
+    assert "No space left on device. It is tried again" in caplog.text
+    assert not (job.spec.folder / "adapter_model.safetensors").exists()  # in order
+    back.set()
+    until(work, lambda: job.record.state == "finished")
+    work.close()
+    assert read_meta(job.spec.folder)["step"] == 9
 
 
 def test_a_finished_job_is_finished_once_its_adapter_is_written(
