@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -48,7 +48,8 @@ PRAGMA user_version = 1
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A job as it last was. `attempt` is raised at each placement: what is said of an earlier one is stale. `place` is
-    empty for nowhere. `wish`: what its worker is still to do."""
+    empty for nowhere. `wish`: what its worker is still to do. `numbers`: its steps, tokens and losses, when it last
+    left a place."""
 
     name: str
     spec: dict[str, Any]
@@ -59,6 +60,7 @@ class Entry:
     submitted_s: float = 0.0
     changed_s: float = 0.0
     wish: str = ""
+    numbers: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Change:
     place: str | None = None
     spec: dict[str, Any] | None = None
     wish: str | None = None
+    numbers: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

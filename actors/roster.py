@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,11 @@ class Roster:
     def __init__(self, spec: ClusterSpec, journal: Journal, now_s: float):
         self.spec, self.journal = spec, journal
         self.jobs: dict[str, Entry] = {entry.name: entry for entry in journal.entries()}
-        self.progress: dict[str, JobReport] = {}
+        self.progress = {
+            name: JobReport(entry.attempt, entry.state, **entry.numbers)
+            for name, entry in self.jobs.items()
+            if entry.numbers
+        }
         self.waits: dict[str, str] = {}
         """Why a job has no place."""
         self.groups: dict[str, GroupRecord] = {}
@@ -157,7 +161,14 @@ class Roster:
         return self.jobs[name]
 
     def _change(self, changes: Sequence[Change], now_s: float) -> None:
-        for entry in self.journal.change(changes, now_s) if changes else ():
+        """Write changes down, with the numbers of jobs that leave their places."""
+        told = [
+            replace(change, numbers=_numbers(self.progress[change.name]))
+            if change.place == "" and change.name in self.progress
+            else change
+            for change in changes
+        ]
+        for entry in self.journal.change(told, now_s) if told else ():
             self.jobs[entry.name] = entry
 
     # --- what workers say
@@ -417,6 +428,11 @@ def _nested(spec: JobSpec, taken: Mapping[str, str]) -> str | None:
         if name != spec.name and (mine == other or mine in other.parents or other in mine.parents):
             return name
     return None
+
+
+def _numbers(told: JobReport) -> dict[str, Any]:
+    numbers = asdict(told)
+    return {key: numbers[key] for key in ("step", "num_steps", "tokens", "loss", "eval_loss")}
 
 
 def base_key(base: Mapping[str, Any]) -> str:

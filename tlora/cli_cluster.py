@@ -14,6 +14,7 @@ from tlora.job import State
 Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the cluster, as max_workers=4.")
 ]
+_PROGRESS_S = 5.0
 Names = Annotated[list[str], typer.Argument(help="Names of jobs.", show_default=False)]
 
 
@@ -95,7 +96,8 @@ def status(
         if as_json:
             typer.echo(json.dumps(rows, indent=1))
         else:
-            Screen().print(rows_table(rows))
+            screen = Screen()
+            screen.print(rows_table(rows, screen.width))
 
 
 def top() -> None:
@@ -117,22 +119,27 @@ def logs(
     name: Annotated[str, typer.Argument(help="Name of a job.", show_default=False)],
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended.")] = False,
 ) -> None:
-    """Show what happened to a job."""
+    """Show what happened to a job, and how far it has come."""
     with quiet():
         import time
         from datetime import datetime
 
         from tlora.client import Client
-        from tlora.job import State
+        from tlora.console import row_line
 
-        client, after = Client(), 0
+        client, after, told, told_s = Client(), 0, "", -_PROGRESS_S
         while True:
-            has_ended = State(client.status([name])[0]["state"]).is_terminal
+            (row,) = client.status([name])
+            has_ended = State(row["state"]).is_terminal
             events = client.events(after, name)
             for event in events:
                 when = datetime.fromtimestamp(event["time_s"]).isoformat(" ", "seconds")
                 typer.echo(f"{when} {name} {event['state']} {event['reason']}".rstrip())
                 after = event["number"]
+            line, is_due = row_line(row), has_ended or time.monotonic() - told_s >= _PROGRESS_S
+            if line and line != told and is_due:
+                told, told_s = line, time.monotonic()
+                typer.echo(f"{datetime.now().isoformat(' ', 'seconds')} {name} {line}")
             if not follow or (not events and has_ended):
                 return
             time.sleep(0.5)

@@ -29,6 +29,7 @@ from tlora.trainer import Tick
 
 _COLOURS = {State.FAILED: "red", State.FINISHED: "green", State.RUNNING: "cyan", State.PAUSED: "yellow"}
 _PLAIN_EVERY_S = 10.0
+_WIDE = 110
 
 
 class Screen(Console):
@@ -243,10 +244,12 @@ def print_preview(console: Console, sequences: Sequence[TokenSequence], tokenize
 
 
 class LiveRows:
-    """The cluster's jobs as they change: a table in a terminal, a line for each change of state elsewhere."""
+    """The cluster's jobs as they change: a table in a terminal; elsewhere a line for each change of state, or of why a
+    job waits, and for how far they have come now and then."""
 
     def __init__(self, console: Console):
-        self._console, self._seen = console, dict[str, str]()
+        self._console, self._seen = console, dict[str, tuple[str, str]]()
+        self._told_s = time.monotonic()
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
 
     def __enter__(self) -> "LiveRows":
@@ -260,21 +263,41 @@ class LiveRows:
 
     def show(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._live is not None:
-            self._live.update(rows_table(rows))
+            self._live.update(rows_table(rows, self._console.width))
+            return
+        is_due = time.monotonic() - self._told_s > _PLAIN_EVERY_S
+        self._told_s = time.monotonic() if is_due else self._told_s
         for row in rows:
-            if self._seen.get(row["name"]) != row["state"]:
-                self._seen[row["name"]] = row["state"]
-                if self._live is None:
-                    text = f"{row['name']}: {row['state']} {row['reason']}".rstrip()
-                    self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            news = row["state"], row["reason"]
+            is_new, self._seen[row["name"]] = self._seen.get(row["name"]) != news, news
+            if is_new or (is_due and row["state"] == State.RUNNING):
+                text = " ".join(
+                    part for part in (f"{row['name']}: {row['state']}", row["reason"], row_line(row)) if part
+                )
+                self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def rows_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Jobs of a cluster, as the scheduler describes them."""
-    table = Table("job", "state", "step", "loss", "eval loss", "tokens/s", "worker", "why", box=None, pad_edge=False)
+def rows_table(rows: Sequence[dict[str, Any]], width: int) -> Table:
+    """Jobs of a cluster, as the scheduler describes them; a narrow terminal has room for fewer columns."""
+    wide = ("eval loss", "tokens/s", "worker") if width >= _WIDE else ()
+    table = Table("job", "state", "step", "loss", *wide, "why", box=None, padding=(0, 2, 0, 0))
     for row in rows:
-        loss, evaluated = ("" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "eval_loss"))
-        steps = f"{row['step']}/{row['num_steps']}" if row["num_steps"] else ""
-        rate = f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else ""
-        table.add_row(row["name"], row["state"], steps, loss, evaluated, rate, row["worker"], escape(row["reason"]))
+        more = (_loss(row, "eval_loss"), f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "", row["worker"])
+        table.add_row(
+            row["name"], row["state"], _steps(row), _loss(row, "loss"), *(more if wide else ()), escape(row["reason"])
+        )
     return table
+
+
+def row_line(row: dict[str, Any]) -> str:
+    """How far a job of a cluster has come; empty before its first step."""
+    parts = [f"{name} {text}" for name in ("loss", "eval_loss") if (text := _loss(row, name))]
+    return " ".join([f"step {_steps(row)}", *parts]).replace("_", " ") if row["step"] else ""
+
+
+def _steps(row: dict[str, Any]) -> str:
+    return f"{row['step']}/{row['num_steps']}" if row["num_steps"] else ""
+
+
+def _loss(row: dict[str, Any], key: str) -> str:
+    return "" if row[key] is None else f"{row[key]:.4f}"

@@ -101,7 +101,9 @@ def test_from_up_to_down(shell: Shell, tmp_path: Path) -> None:
 
     tlora(shell, "pause", "stays")
     toy.until(lambda: rows(shell)["stays"]["state"] == "paused")
-    assert "paused by its user" in tlora(shell, "logs", "stays")
+    said = tlora(shell, "logs", "stays")
+    assert "paused by its user" in said
+    assert re.search(r"stays step \d+/100000 loss \d", said), said
     tlora(shell, "fork", "stays", "child", "--set", "steps=100000")
     assert rows(shell)["child"]["state"] in ("queued", "attaching", "running")
     tlora(shell, "down")

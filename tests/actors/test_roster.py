@@ -193,6 +193,25 @@ def test_a_scheduler_that_is_started_again_knows_all(desk: Desk, running: FakeWo
     assert running.orders.jobs["a"].attempt == 1
 
 
+def test_what_a_job_had_reached_outlives_the_scheduler(desk: Desk, running: FakeWorker) -> None:
+    attempt = running.orders.jobs["a"].attempt
+    told = JobReport(
+        attempt, State.FINISHED, step=9, num_steps=9, tokens=70, loss=0.5, eval_loss=0.25, tokens_per_s=3.0
+    )
+    desk.roster.pause(["b"], desk.now_s)
+    running.say(a=told)
+    running.say()
+    rows = desk.roster.status()
+    assert [row["step"] for row in rows] == [9, 3]
+    desk.journal.close()
+    (desk.folder / "journal.db").unlink()  # the head is lost, too
+    desk.open()
+    assert [row["state"] for row in desk.roster.status()] == ["finished", "paused"]
+    for row, before in zip(desk.roster.status(), rows, strict=True):
+        for key in ("step", "num_steps", "tokens", "loss", "eval_loss"):
+            assert row[key] == before[key]
+
+
 def test_places_of_workers_that_never_come_back_are_lost(desk: Desk, running: FakeWorker) -> None:
     desk.journal.close()
     desk.now_s += 60.0
