@@ -345,12 +345,12 @@ def _reasons(
     raise AssertionError("jobs never ended")
 
 
-def orders(run: Run, heard: Sequence[int]) -> list[int]:
-    """What each tick agrees on, where rank r has heard of order `heard[r]` from its own r-th tick on."""
+def talks(run: Run, asks: Sequence[int]) -> list[int]:
+    """What each tick agrees on, where rank r asks for talk `asks[r]` from its own r-th tick on."""
     trainer, seen = trainer_of(run), []
     for tick in range(4):
-        trainer.tick(heard[trainer.mesh.rank] if tick >= trainer.mesh.rank else 0)
-        seen.append(trainer.order)
+        trainer.tick(asks[trainer.mesh.rank] if tick >= trainer.mesh.rank else 0)
+        seen.append(trainer.talk)
     return seen
 
 

@@ -99,7 +99,8 @@ class SuperModel:
         """Load the base from a folder or the hub. Raises ModelError if it cannot be had or cannot carry adapters."""
         mesh: Mesh | None = options.get("mesh")
         device = mesh.device if mesh else torch.device(device) if device is not None else default_device()
-        model = load_model(base, dtype_of(base, device))
+        read = partial(load_model, base, dtype_of(base, device))
+        model = mesh.together(read) if mesh else read()
         if mesh is None or not mesh.plan.is_spread:  # else each rank takes its part, layer by layer
             model.to(device)  # type: ignore[arg-type]  # its decorator hides nn.Module's signature
         return cls(model, base, **options)

@@ -172,3 +172,25 @@ def test_a_group_may_be_started_anew_to_change_its_size(client: Client, tmp_path
     assert rows[0]["attempt"] >= 2
     assert toy.equals_alone(first)
     assert toy.equals_alone(second)
+
+
+UNITS = {"shards": {"plan": {"shards": 2}}, "tensor": {"plan": {"tensor": 2}}}
+
+
+@pytest.mark.parametrize("client", UNITS.values(), ids=UNITS, indirect=True)
+def test_workers_that_hold_a_base_together(client: Client, tmp_path: Path) -> None:
+    """Jobs come at different times, the first one split over both workers; then one of them is killed mid-tick."""
+    base = {"model": str(tmp_path / "base"), "dtype": "float64"}
+    specs = [toy.named_job(tmp_path, f"job{n}", base=base, steps=40, save_every=5, seed=n) for n in range(3)]
+    client.submit(specs[:1])
+    (row,) = toy.until(lambda: [row for row in client.status() if row["step"] > 3])
+    (unit,) = client.workers()
+    assert len(unit["pids"]) == 2
+    assert row["lanes"] in ([0], [0, 1])
+    client.submit(specs[1:])
+    toy.until(lambda: all(row["step"] > 5 for row in client.status()))
+    os.kill(unit["pids"][1], signal.SIGKILL)
+    rows = client.wait([spec.name for spec in specs])
+    assert [row["state"] for row in rows] == ["finished"] * 3
+    assert rows[2]["attempt"] == 2
+    assert all(toy.off_alone(spec) < 1e-8 for spec in specs)

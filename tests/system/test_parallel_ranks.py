@@ -180,8 +180,8 @@ def test_a_rank_that_is_gone_is_found_out_in_time(plan: Plan, how: str, tmp_path
     _equal(tmp_path, mix[0])
 
 
-def test_orders_are_carried_out_at_a_tick_that_all_agree_on(ranks: Ranks) -> None:
-    assert ranks.run(2, group_work.orders, Run(plan=Plan(shards=2)), [7, 9]) == [[0, 7, 7, 7]] * 2
+def test_a_talk_is_held_behind_a_tick_that_all_agree_on(ranks: Ranks) -> None:
+    assert ranks.run(2, group_work.talks, Run(plan=Plan(shards=2)), [7, 9]) == [[7, 9, 9, 9]] * 2
 
 
 def test_a_lone_process_has_no_ranks() -> None:
