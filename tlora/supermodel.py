@@ -82,7 +82,7 @@ class SuperModel:
         # With a softcap attention goes block by block, in Python: each tick would be compiled anew.
         self.compiled = compiled and not deterministic and not getattr(config, "attn_logit_softcapping", None)
         self.captured = captured and self.compiled and not (checkpointing or spread) and self.device.type == "cuda"
-        if self.compiled and not spread:
+        if self.compiled:
             fuse_gates(model)
         wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing, around=self._around if spread else None)
         if spread:
