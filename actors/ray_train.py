@@ -127,6 +127,11 @@ class _Workers(WorkerGroup):
         with ThreadPoolExecutor(max(1, len(seats))) as pool:
             return [worker for unit in pool.map(create, range(len(seats)), seats) for worker in unit]
 
+    def _start_impl(self, builder: Any) -> None:
+        """A unit is a replica group, whatever its size."""
+        super()._start_impl(builder)
+        self._replace(self.get_workers())
+
     def add(self, groups: list[PlacementGroup]) -> None:
         """Start a unit in each of these placement groups, which are ready; the others go on meanwhile."""
         state, context = self._worker_group_state, self._worker_group_context
@@ -165,9 +170,15 @@ class _Workers(WorkerGroup):
     def _replace(self, workers: list[Worker]) -> None:
         self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=workers)
         self._world_rank_to_ongoing_poll.clear()
-        resources = self._worker_group_context.resources_per_worker
-        self._replica_groups = [ReplicaGroup([worker], resources, self._replica_group_callbacks) for worker in workers]
-        self._worker_rank_to_replica_group_rank = {index: index for index in range(len(workers))}
+        resources, seats = self._worker_group_context.resources_per_worker, [_seat(worker) for worker in workers]
+        places = {seat: at for at, seat in enumerate(dict.fromkeys(seats))}
+        self._replica_groups = [
+            ReplicaGroup(
+                [worker for worker in workers if _seat(worker) == seat], resources, self._replica_group_callbacks
+            )
+            for seat in places
+        ]
+        self._worker_rank_to_replica_group_rank = {index: places[seat] for index, seat in enumerate(seats)}
 
 
 def _seat(worker: Worker) -> int:
@@ -303,7 +314,7 @@ class GroupController(TrainController):
             if ready:
                 workers.add(ready)
             return self._go_on()
-        if workers and policy.in_place:
+        if workers and (policy.in_place or policy.plan.ranks > 1):
             failed = workers.failed()
             if failed and len(failed) < len(workers.get_workers()):  # the others go on, and new ones join them
                 workers.let_go(failed)

@@ -57,6 +57,8 @@ class Word:
     """Those that it leads, and those that failed here."""
     ready: frozenset[tuple[str, int, Lanes]] = frozenset()
     """Jobs that it could take in now, by attempt and lanes."""
+    leaving: frozenset[str] = frozenset()
+    """Jobs whose last files are being written: what became of them will be known here."""
     applied: int = 0
     lost: frozenset[int] = frozenset()
     wishes: Wishes | None = None
@@ -144,10 +146,11 @@ class Member(Worker):
         for name, job in here.items():
             if name in self._led:
                 jobs[name] = describe(job, self._attempts[name], self._where(trainer, name))
-        if not self._reading and not (trainer and trainer.leaving):
+        leaving = frozenset(trainer.leaving) if trainer else frozenset[str]()
+        if not self._reading and not leaving:
             self._applied = self._wishes.orders.number
-        wishes = self._wish() if self._leads else None
-        return Word(jobs, frozenset(ready), self._applied, trainer.lost if trainer else frozenset(), wishes)
+        lost = trainer.lost if trainer else frozenset[int]()
+        return Word(jobs, frozenset(ready), leaving, self._applied, lost, self._wish() if self._leads else None)
 
     def _is_lead(self, lanes: Lanes) -> bool:
         return self.mesh.plan.ranks_of(lanes)[0] == self.mesh.rank
@@ -222,7 +225,7 @@ class Member(Worker):
         here = trainer.jobs.keys() | trainer.leaving.keys()
         for name, where in lanes.items():
             known = name in self._ended or name in self._reading
-            if self.mesh.lane in where and not known and (name not in here or where != self._where(trainer, name)):
+            if self.mesh.lane in where and not known and name not in here:
                 self._begin(name, orders.jobs[name], where)
 
     @staticmethod

@@ -86,8 +86,9 @@ class GroupTrainer(Trainer):
         try:
             return super().attach(spec, data, resume=resume, record=record, tokenizer=tokenizer)
         finally:
-            if spec.name not in self.jobs and len(self._held.pop(spec.name).ranks) > 1:
-                self._lost.add(number_of(spec.name))  # of one that another rank has taken in
+            held = None if spec.name in self.jobs else self._held.pop(spec.name, None)
+            if held is not None and len(held.ranks) > 1:  # another rank may have taken it in
+                self._lost.add(number_of(spec.name))
 
     def join(self, ranks: Sequence[int]) -> None:
         """Agree on ticks with these ranks from now on: whole replicas, each of which calls this between two ticks."""
