@@ -41,6 +41,8 @@ class Report:
     pid: int
     others: tuple[tuple[str, int], ...] = ()
     """Nodes and process ids of the rest of its unit."""
+    most_rows: int = 0
+    """Of a tick that a unit which ran out of memory may try next; 0: it has not."""
     plan: Plan | None = None
     """That its base needs, for which it has no room by itself."""
     base_loads: int = 0
@@ -86,6 +88,8 @@ class Orders:
     """Of each tick, by job, besides the share that its user gave it; 1 if not named."""
     token_budget: int = 0
     """Most rows in a tick, where settings leave it open; 0: as it is."""
+    most_rows: int = 0
+    """Of a lane's tick, whatever settings say, since a unit of this group ran out of memory; 0: it has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

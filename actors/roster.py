@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class GroupRecord:
     idle_since_s: float | None
     plan: BasePlan = field(default_factory=BasePlan)
     """How each of its units holds the base."""
+    most_rows: int = 0
+    """Of a lane's tick, since one of its units ran out of memory."""
 
 
 class Roster:
@@ -177,8 +179,10 @@ class Roster:
                 self._lose(name, "its worker was replaced", now_s)
         seen = self.workers.setdefault(report.worker, _Seen(report, now_s))
         self._learn(seen.report, report)
-        if report.plan is not None and report.group in self.groups:
-            self.plans[self.groups[report.group].base] = report.plan
+        if (group := self.groups.get(report.group)) is not None:
+            group.most_rows = min(filter(None, (group.most_rows, report.most_rows)), default=0)
+            if report.plan is not None:
+                self.plans[group.base] = report.plan
         seen.report, seen.last_s = report, now_s
         self._take(report, now_s)
         return self._orders(seen)
@@ -220,12 +224,11 @@ class Roster:
         jobs = {entry.name: Order(entry.spec, entry.attempt) for entry in mine if not entry.wish}
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
         shares = {name: self._shares[name] for name in jobs if name in self._shares}
-        before = seen.orders
-        if before is None or (jobs, drop, shares, seen.budget) != (
-            before.jobs, before.drop, before.shares, before.token_budget
-        ):  # fmt: skip
-            number = 1 + max(seen.report.heard, before.number if before else 0)
-            seen.orders = Orders(number, jobs, drop, shares=shares, token_budget=seen.budget)
+        group, before = self.groups.get(seen.report.group), seen.orders
+        most_rows = group.most_rows if group else 0
+        orders = Orders(0, jobs, drop, shares=shares, token_budget=seen.budget, most_rows=most_rows)
+        if before is None or orders != replace(before, number=0):
+            seen.orders = replace(orders, number=1 + max(seen.report.heard, before.number if before else 0))
         assert seen.orders is not None
         return seen.orders
 

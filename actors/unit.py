@@ -5,19 +5,21 @@ which a unit is one worker, and chooses the lanes of each job. What ranks have t
 behind a tick, once any of them has asked for one. All hear the same words there, and so decide alike, at one place.
 """
 
+import json
 import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from tlora.actors.messages import JobReport, Order, Orders, WorkerOptions
-from tlora.actors.worker import AGAIN_S, IDLE_S, Worker, describe, describe_tick, is_for
+from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
+from tlora.actors.worker import AGAIN_S, IDLE_S, Exchange, Worker, describe, describe_tick, is_for
 from tlora.base import default_device
 from tlora.data import JobData, load_tokenizer
 from tlora.errors import GroupError, StateError, TloraError
@@ -33,6 +35,9 @@ from tlora.trainer import Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
 _TALK_S = 0.2
+_HEARD_S = 2.0
+"""In which the first rank passes on to the scheduler what another has left at their store."""
+_MEMORY = "tlora-memory"
 Lanes = tuple[int, ...]
 
 
@@ -82,6 +87,7 @@ class Member(Worker):
         super().__init__(options, number, node)
         mesh.join(range(mesh.plan.ranks))
         self.mesh, self._leads = mesh, mesh.rank == 0
+        self._store = dist.distributed_c10d._get_default_store()
         report = self.mailbox.report()
         others = mesh.share((node, report.pid))[1:]
         self.mailbox.tell(replace(report, others=tuple(others)))
@@ -93,13 +99,39 @@ class Member(Worker):
         self._applied = self._talks = 0
         self._talked_s = 0.0
 
+    def run(self, exchange: Exchange) -> None:
+        super().run(partial(self._pass_on, exchange) if self._leads else lambda report: None)
+
     def step(self) -> bool:
         self._stepped_s = time.monotonic()
+        trainer = self._group
         try:
             return self._step()
-        except BaseException:
+        except BaseException as error:
             self._trainer = None  # without the others nothing can be saved: jobs go on from their last saves
+            if trainer is not None and isinstance(error, torch.OutOfMemoryError):
+                self._leave_word(trainer, error)
             raise
+
+    def _leave_word(self, trainer: GroupTrainer, error: Exception) -> None:
+        """At the store, as the others may hang in this tick: the unit that follows is to send half as many rows. Where
+        the longest sequence has a tick to itself already, its job fails."""
+        lengths = {name: longest_rows(job.data, job.per_sequence) for name, job in trainer.jobs.items()}
+        name = max(lengths, key=lambda name: lengths[name])
+        before, rows = trainer.token_budget, max(trainer.token_budget // 2, lengths[name])
+        text = f"out of memory in a tick of {before} rows, the length of its longest sequence"
+        reason = "" if rows < before else f"{text}. Lower data.max_length. ({error})"
+        log.warning("group=%s out of memory: ticks hold %d rows from now on", self.options.group, rows)
+        self._store.set(_MEMORY, json.dumps([rows, name, self._attempts[name], reason]))
+        time.sleep(_HEARD_S)
+
+    def _pass_on(self, exchange: Exchange, report: Report) -> Orders | None:
+        """With the word of a rank that ran out of memory."""
+        if self._store.check([_MEMORY]):
+            rows, name, attempt, reason = json.loads(self._store.get(_MEMORY))
+            failed = {name: JobReport(attempt, State.FAILED, reason)} if reason else {}
+            report = replace(report, most_rows=rows, jobs={**report.jobs, **failed})
+        return exchange(report)
 
     def _step(self) -> bool:
         trainer = self._group
@@ -190,6 +222,9 @@ class Member(Worker):
                 trainer.save(name)
             self._note(trainer.take_ended())
             self._deal_by(trainer, replace(orders, token_budget=-(-orders.token_budget // self.mesh.plan.lanes)))
+            if orders.most_rows and trainer.jobs:
+                longest = max(longest_rows(job.data, job.per_sequence) for job in trainer.jobs.values())
+                trainer.token_budget = max(min(trainer.token_budget, orders.most_rows), longest)
         if self._leads:
             self._report(words)
         return orders.stop and all(each.applied >= orders.number for each in words)

@@ -407,7 +407,7 @@ def train(options: dict[str, Any]) -> None:
 
     number, place = divmod(rank, given.plan.ranks)
     mesh = open_mesh(given, place, os.environ[STORE])
-    Member(given, number, node, mesh).run(_scheduler_exchange() if place == 0 else lambda report: None)
+    Member(given, number, node, mesh).run(_scheduler_exchange())
     mesh.close()
 
 

@@ -56,3 +56,15 @@ def test_a_folder_held_elsewhere_is_waited_for_and_a_save_is_made_by_the_clock(
     scene = unit_scenes.held_elsewhere_and_saved_by_the_clock
     seen, _ = ranks.run(2, unit_scenes.play, plan, folder, scene, 0.01)
     assert seen["held"].state is State.FINISHED
+
+
+@pytest.mark.parametrize("is_least", [False, True])
+def test_out_of_memory_is_told_before_the_unit_ends(is_least: bool, ranks: Ranks, folder: Path) -> None:
+    """26: the next unit sends half as many rows; a job too large alone is the one that fails."""
+    told, _ = ranks.run(2, unit_scenes.out_of_memory, Plan(shards=2), folder, is_least)
+    if is_least:
+        assert told.jobs["a"].state is State.FAILED
+        assert f"out of memory in a tick of {told.most_rows} rows" in told.jobs["a"].reason
+    else:
+        assert told.most_rows == 1024
+        assert "a" not in told.jobs or not told.jobs["a"].state.is_terminal

@@ -15,6 +15,7 @@ from tlora.actors.worker import Worker
 from tlora.checkpoint import STATE, JobFolder, read_meta, save_state
 from tlora.job import State
 from tlora.local import RunOptions, prepare, train
+from tlora.plan import Plan
 from tlora.spec import JobSpec
 from tlora.trainer import Trainer
 
@@ -290,3 +291,20 @@ def test_a_job_that_is_called_back_before_it_came_lets_its_folder_go(
     go_on.set()
     desk.order(spec, attempt=2)
     assert desk.ends("a").state is State.FINISHED
+
+
+def test_a_base_without_room_says_what_it_needs_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.actors.worker.memory_bytes", lambda device: 1)
+    monkeypatch.setattr("tlora.actors.worker.fewest", lambda costs, machine, divisor: Plan(shards=machine.gpus))
+    desk = Desk(tmp_path, most_workers=4)
+    desk.order(toy.named_job(tmp_path, "a"))
+    report = desk.until(lambda report: report.plan is not None)
+    assert report.plan == Plan(shards=4)
+    assert (report.jobs, report.base_loads) == ({}, 0)
+
+
+def test_a_base_without_room_anywhere_fails_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.actors.worker.memory_bytes", lambda device: 1000)
+    desk = Desk(tmp_path, most_workers=4)
+    desk.order(toy.named_job(tmp_path, "a"))
+    assert "no plan for 4 workers" in desk.ends("a").reason
