@@ -1,13 +1,14 @@
 """What the scheduler and the workers tell one another, in plain values.
 
 A worker says what it has (`Report`), and is told what it is to have (`Orders`). Neither is a command: what is lost is
-said again, and what is said twice changes nothing.
+said again, and what is said twice changes nothing. A unit of several workers is one worker here.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from tlora.job import State
+from tlora.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,13 @@ class JobReport:
     tokens_per_s: float = 0.0
     loss: float | None = None
     eval_loss: float | None = None
+    lanes: tuple[int, ...] = ()
+    """Of its unit, on which it lies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a worker has."""
+    """What a worker, or a unit by its first one, has."""
 
     worker: str
     """Unlike any other process's, ever."""
@@ -36,6 +39,12 @@ class Report:
     """Place in its group: a process of the same place takes it over from the one before."""
     node: str
     pid: int
+    others: tuple[tuple[str, int], ...] = ()
+    """Nodes and process ids of the rest of its unit."""
+    most_rows: int = 0
+    """Of a tick that a unit which ran out of memory may try next; 0: it has not."""
+    plan: Plan | None = None
+    """That its base needs, for which it has no room by itself."""
     base_loads: int = 0
     """0: its base is not loaded yet."""
     heard: int = 0
@@ -79,6 +88,8 @@ class Orders:
     """Of each tick, by job, besides the share that its user gave it; 1 if not named."""
     token_budget: int = 0
     """Most rows in a tick, where settings leave it open; 0: as it is."""
+    most_rows: int = 0
+    """Of a lane's tick, whatever settings say, since a unit of this group ran out of memory; 0: it has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,12 @@ class WorkerOptions:
 
     group: str
     base: dict[str, Any]
+    plan: Plan = field(default_factory=Plan)
+    """How a unit of this group holds the base; of one rank, each worker is by itself."""
+    most_workers: int = 0
+    """0: that plan is settled; else a worker without room for the base says which of up to so many it needs."""
+    per_node: int = 8
+    """GPUs of a node."""
     token_budget: int = 0
     deterministic: bool = False
     checkpointing: bool = False

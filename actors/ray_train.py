@@ -1,15 +1,18 @@
 """All that tLoRA takes from Ray Train's insides: a run whose workers are replaced, added and let go one by one.
 
-Workers of a replicated base share no collective, so each is a replica group of one. `_Workers` adds and lets go of
-single workers, each in a placement group of its own, while the others go on: so a group changes its size, and so one
-that fails is replaced. The controller is a named, detached actor, so that the scheduler's death stops nothing. With
-`resize: restart` a new size is a new start, by Ray Train's own code.
+Units share no collective: single workers of a replicated base, or as many as a plan has ranks, which do among
+themselves. `_Workers` adds and lets go of single units, each in a placement group of its own, while the others go on:
+so a group changes its size, and so one that fails is replaced, as a whole. The controller is a named, detached actor,
+so that the scheduler's death stops nothing. With `resize: restart` a new size is a new start, by Ray Train's own code.
 """
 
 import copy
 import dataclasses
 import logging
+import os
+import socket
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,7 +32,8 @@ from ray.train.v2._internal.util import ObjectRefWrapper
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from tlora.actors.names import GROUP, NAMESPACE
+from tlora.actors.names import GROUP, NAMESPACE, STORE
+from tlora.plan import Plan
 
 if not ray.__version__.startswith("2.60."):
     raise ImportError(
@@ -46,7 +50,7 @@ _ENVIRONMENT = {
 
 
 class _Alone(Backend):
-    """No process group: a worker that fails is replaced by itself."""
+    """No process group of Ray Train's: what fails is replaced by itself."""
 
     has_replica_groups = True
 
@@ -58,7 +62,7 @@ class _AloneConfig(BackendConfig):
 
 
 class _Seats(PlacementGroupHandle):
-    """One placement group a worker, so that each is let go of by itself."""
+    """One placement group a unit, so that each is let go of by itself."""
 
     def __init__(self, groups: list[PlacementGroup]):
         self.groups = groups
@@ -79,10 +83,15 @@ class _Seats(PlacementGroupHandle):
 
 
 class _Workers(WorkerGroup):
-    """Of one group; a worker's bundle index is its place in `_Seats.groups`."""
+    """Of one group; a worker's bundle index is the place of its unit in `_Seats.groups`."""
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(**self._train_run_context.train_loop_config["plan"])
 
     def _create_placement_group(self, scaling_config: ScalingConfig, worker_group_context: Any) -> _Seats:
-        return _Seats(reserve(worker_group_context.num_workers, worker_group_context.resources_per_worker))
+        units = worker_group_context.num_workers // self.plan.ranks
+        return _Seats(reserve(units, worker_group_context.resources_per_worker, self.plan))
 
     def _create_workers(
         self,
@@ -94,36 +103,45 @@ class _Workers(WorkerGroup):
         world_size: int | None = None,
         replica_group_size: int | None = None,
     ) -> list[Worker]:
-        """Side by side, each in its own placement group."""
-        seats = placement_group_bundle_indices or list(range(num_workers))
+        """Units side by side, each in its own placement group."""
+        plan = self.plan
+        seats = placement_group_bundle_indices or list(range(num_workers // plan.ranks))
 
-        def create(number: int, seat: int) -> Worker:
-            (worker,) = super(_Workers, self)._create_workers(
-                1,
+        def create(number: int, seat: int) -> list[Worker]:
+            workers = super(_Workers, self)._create_workers(
+                plan.ranks,
                 placement_group.groups[seat],
                 resources_per_worker,
-                [0],
-                starting_world_rank + number,
+                [lane for lane in range(plan.lanes) for _ in range(plan.tensor)],
+                starting_world_rank + number * plan.ranks,
                 world_size or num_workers,
-                1,
+                plan.ranks,
             )
-            worker.placement_group_bundle_index = seat
-            return worker
+            for worker in workers:
+                worker.placement_group_bundle_index = seat
+            if plan.ranks > 1:
+                store = ray.get(workers[0].execute_async(_free_address))
+                ray.get([worker.execute_async(_note_store, store) for worker in workers])
+            return workers
 
-        with ThreadPoolExecutor(max(1, num_workers)) as pool:
-            return list(pool.map(create, range(num_workers), seats))
+        with ThreadPoolExecutor(max(1, len(seats))) as pool:
+            return [worker for unit in pool.map(create, range(len(seats)), seats) for worker in unit]
+
+    def _start_impl(self, builder: Any) -> None:
+        """A unit is a replica group, whatever its size."""
+        super()._start_impl(builder)
+        self._replace(self.get_workers())
 
     def add(self, groups: list[PlacementGroup]) -> None:
-        """Start a worker in each of these placement groups, which are ready; the others go on meanwhile."""
+        """Start a unit in each of these placement groups, which are ready; the others go on meanwhile."""
         state, context = self._worker_group_state, self._worker_group_context
         seats = state.placement_group_handle.groups
         first_rank = 1 + max((worker.distributed_context.world_rank for worker in state.workers), default=-1)
         indices = list(range(len(seats), len(seats) + len(groups)))
         seats += groups
         try:
-            workers = self._create_workers(
-                len(groups), state.placement_group_handle, context.resources_per_worker, indices, first_rank
-            )
+            handle, count = state.placement_group_handle, len(groups) * self.plan.ranks
+            workers = self._create_workers(count, handle, context.resources_per_worker, indices, first_rank)
             self._init_train_context(workers, state.sync_actor)
             ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in workers])
         except Exception as error:  # of the new ones alone: they go, and others are asked for
@@ -134,31 +152,62 @@ class _Workers(WorkerGroup):
             self._replace([*state.workers, *workers])
 
     def failed(self) -> list[Worker]:
-        """Workers of which the last poll found an error."""
-        status = self.get_latest_poll_status()
-        wrong = {index for index, each in status.worker_statuses.items() if each.error} if status else set()
-        return [worker for index, worker in enumerate(self.get_workers()) if index in wrong]
+        """Workers of units in one of which the last poll found an error."""
+        status, workers = self.get_latest_poll_status(), self.get_workers()
+        wrong = {
+            _seat(workers[index]) for index, each in (status.worker_statuses.items() if status else ()) if each.error
+        }
+        return [worker for worker in workers if _seat(worker) in wrong]
 
     def let_go(self, leaving: list[Worker]) -> None:
-        """End these workers, and free what they held."""
+        """End these workers, of whole units, and free what they held."""
         state = self._worker_group_state
         _shutdown_workers(leaving)
-        for worker in leaving:
-            remove_placement_group(state.placement_group_handle.groups[worker.placement_group_bundle_index])
+        for seat in {_seat(worker) for worker in leaving}:
+            remove_placement_group(state.placement_group_handle.groups[seat])
         self._replace([worker for worker in state.workers if worker not in leaving])
 
     def _replace(self, workers: list[Worker]) -> None:
         self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=workers)
         self._world_rank_to_ongoing_poll.clear()
-        resources = self._worker_group_context.resources_per_worker
-        self._replica_groups = [ReplicaGroup([worker], resources, self._replica_group_callbacks) for worker in workers]
-        self._worker_rank_to_replica_group_rank = {index: index for index in range(len(workers))}
+        resources, seats = self._worker_group_context.resources_per_worker, [_seat(worker) for worker in workers]
+        places = {seat: at for at, seat in enumerate(dict.fromkeys(seats))}
+        self._replica_groups = [
+            ReplicaGroup(
+                [worker for worker in workers if _seat(worker) == seat], resources, self._replica_group_callbacks
+            )
+            for seat in places
+        ]
+        self._worker_rank_to_replica_group_rank = {index: places[seat] for index, seat in enumerate(seats)}
 
 
-def reserve(count: int, resources: dict[str, float], near: str | None = None) -> list[PlacementGroup]:
-    """A placement group for each of so many workers; on node `near`, if it has room: there the base is in the cache of
-    files, and GPUs reach one another best. One that is not ready is demand that an autoscaler sees."""
-    return [placement_group([resources], strategy="STRICT_PACK", _soft_target_node_id=near) for _ in range(count)]
+def _seat(worker: Worker) -> int:
+    """The place of its unit's placement group."""
+    assert worker.placement_group_bundle_index is not None
+    return worker.placement_group_bundle_index
+
+
+def _free_address() -> str:
+    """Host and port for the store of a unit, on its first worker's node."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{found.getsockname()[1]}"
+
+
+def _note_store(address: str) -> None:
+    os.environ[STORE] = address
+
+
+def reserve(count: int, resources: dict[str, float], plan: Plan, near: str | None = None) -> list[PlacementGroup]:
+    """A placement group for each of so many units, a bundle a lane, whose ranks are on one node; on node `near`, if it
+    has room: there the base is in the cache of files, and GPUs reach one another best. One that is not ready is demand
+    that an autoscaler sees."""
+    lane = {name: amount * plan.tensor for name, amount in resources.items()}
+    strategy = "PACK" if plan.lanes > 1 else "STRICT_PACK"
+    return [
+        placement_group([lane] * plan.lanes, strategy=strategy, _soft_target_node_id=None if plan.lanes > 1 else near)
+        for _ in range(count)
+    ]
 
 
 @dataclasses.dataclass
@@ -167,50 +216,62 @@ class _InPlace(ResizeDecision):
 
 
 class _Told(ScalingPolicy):
-    """As many workers as the scheduler says."""
+    """As many units as the scheduler says."""
 
-    def __init__(self, scaling_config: ScalingConfig, size: int, in_place: bool):
+    def __init__(self, scaling_config: ScalingConfig, size: int, in_place: bool, plan: Plan):
         super().__init__(scaling_config)
-        self.size, self.in_place = size, in_place
+        self.size, self.in_place, self.plan = size, in_place, plan
         self.pending: list[PlacementGroup] = []
-        """Of workers that are to come."""
+        """Of units that are to come."""
         self.leaving: set[tuple[str, int]] = set()
+        """Nodes and process ids of one worker or more of each unit that is to go."""
 
     @property
     def resources(self) -> dict[str, float]:
         return dict(self.scaling_config._resources_per_worker_not_none)
 
     def _get_num_workers_for_resource_request(self) -> int:
-        return int(self.size)
+        return int(self.size * self.plan.ranks)
 
     def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
-        """A start: of one worker, which the others join as there is room for them."""
+        """A start: of one unit, which the others join as there is room for them."""
         self._maybe_send_resource_request()
         for group in self.pending:
             remove_placement_group(group)
         self.pending, self.leaving = [], set()
-        return ResizeDecision(1 if self.in_place else self.size, self.resources)
+        return ResizeDecision((1 if self.in_place else self.size) * self.plan.ranks, self.resources)
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
         self._maybe_send_resource_request()
         if not self.in_place:
-            same = worker_group_state.num_workers == self.size
-            return NoopDecision() if same else ResizeDecision(self.size, self.resources)
-        here = {
-            (worker.metadata.node_id, worker.metadata.pid): worker_group_status.worker_statuses[index].running
-            for index, worker in enumerate(worker_group_state.workers)
-        }
-        self.leaving = (self.leaving & here.keys()) | {key for key, is_running in here.items() if not is_running}
-        wanted = max(0, self.size - len(here) + len(self.leaving))
+            wanted = self._get_num_workers_for_resource_request()
+            return (
+                NoopDecision() if worker_group_state.num_workers == wanted else ResizeDecision(wanted, self.resources)
+            )
+        self._retire(worker_group_state.workers, worker_group_status)
+        units: dict[int, list[tuple[str, int]]] = {}
+        for worker in worker_group_state.workers:
+            units.setdefault(_seat(worker), []).append(_key(worker))
+        staying = [unit for unit in units.values() if self.leaving.isdisjoint(unit)]
+        wanted = max(0, self.size - len(staying))
         for group in self.pending[wanted:]:
             remove_placement_group(group)
         self.pending = self.pending[:wanted]
-        nodes = Counter(node for node, pid in here if (node, pid) not in self.leaving)
+        nodes = Counter(unit[0][0] for unit in staying)
         near = max(nodes, key=lambda node: (nodes[node], node), default=None)
-        self.pending += reserve(wanted - len(self.pending), self.resources, near)
+        self.pending += reserve(wanted - len(self.pending), self.resources, self.plan, near)
         if self.leaving or any(group.wait(0) for group in self.pending):
             return _InPlace(self.size, self.resources)
         return NoopDecision()
+
+    def _retire(self, workers: Sequence[Worker], status: Any) -> None:
+        """Those told to leave that are still here, and those that have ended."""
+        ended = {_key(worker) for at, worker in enumerate(workers) if not status.worker_statuses[at].running}
+        self.leaving = (self.leaving & {_key(worker) for worker in workers}) | ended
+
+
+def _key(worker: Worker) -> tuple[str, int]:
+    return worker.metadata.node_id, worker.metadata.pid
 
 
 class GroupController(TrainController):
@@ -236,7 +297,7 @@ class GroupController(TrainController):
         return {**self._train_run_context.train_loop_config, "size": self._scaling_policy.size, "ended": ended}
 
     def resize(self, size: int, leaving: list[tuple[str, int]]) -> None:
-        """So many workers; those of these nodes and process ids go, and are not replaced beyond that."""
+        """So many units; those of these nodes and process ids go, and are not replaced beyond that."""
         self._scaling_policy.size = size
         self._scaling_policy.leaving |= {(node, pid) for node, pid in leaving}
 
@@ -246,13 +307,14 @@ class GroupController(TrainController):
             ready = [group for group in policy.pending if group.wait(0)]
             policy.pending = [group for group in policy.pending if group not in ready]
             leaving, policy.leaving = policy.leaving, set()
-            gone = [each for each in workers.get_workers() if (each.metadata.node_id, each.metadata.pid) in leaving]
+            seats = {_seat(worker) for worker in workers.get_workers() if _key(worker) in leaving}
+            gone = [worker for worker in workers.get_workers() if _seat(worker) in seats]
             if gone:
                 workers.let_go(gone)
             if ready:
                 workers.add(ready)
             return self._go_on()
-        if workers and policy.in_place:
+        if workers and (policy.in_place or policy.plan.ranks > 1):
             failed = workers.failed()
             if failed and len(failed) < len(workers.get_workers()):  # the others go on, and new ones join them
                 workers.let_go(failed)
@@ -270,12 +332,14 @@ class GroupTrainer(DataParallelTrainer):
 
     def __init__(self, function: Any, options: dict[str, Any], *, group: str, size: int, resources: dict[str, float],
                  storage: str, environment: dict[str, str], in_place: bool):  # fmt: skip
+        self.group, self.size, self.in_place, self.plan = group, size, in_place, Plan(**options["plan"])
+        workers = (1 if in_place else size) * self.plan.ranks
         super().__init__(
             function,
             train_loop_config=options,
             backend_config=_AloneConfig(),
             scaling_config=ScalingConfig(
-                num_workers=1 if in_place else size, use_gpu=bool(resources.get("GPU")), resources_per_worker=resources
+                num_workers=workers, use_gpu=bool(resources.get("GPU")), resources_per_worker=resources
             ),
             run_config=RunConfig(
                 name=group,
@@ -284,10 +348,9 @@ class GroupTrainer(DataParallelTrainer):
                 worker_runtime_env={"env_vars": environment},
             ),
         )
-        self.group, self.size, self.in_place = group, size, in_place
 
     def _initialize_and_run_controller(self, **options: Any) -> Result:
-        options["scaling_policy"] = _Told(self.scaling_config, self.size, self.in_place)
+        options["scaling_policy"] = _Told(self.scaling_config, self.size, self.in_place, self.plan)
         controller = (
             ray.remote(GroupController)
             .options(

@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tlora.cluster import ClusterSpec
 from tlora.errors import StateError
 from tlora.job import State
 from tlora.placement import Job, Worker
+from tlora.plan import Plan as BasePlan
 from tlora.scheduling import ClusterState, Plan, Rules
 from tlora.sizing import Group
 from tlora.spec import JobSpec, differences, parse_job
@@ -53,6 +54,10 @@ class GroupRecord:
     """Of the base's spec, in JSON."""
     size: int
     idle_since_s: float | None
+    plan: BasePlan = field(default_factory=BasePlan)
+    """How each of its units holds the base."""
+    most_rows: int = 0
+    """Of a lane's tick, since one of its units ran out of memory."""
 
 
 class Roster:
@@ -72,6 +77,8 @@ class Roster:
         self.workers: dict[str, _Seen] = {}
         self.learners: dict[str, Learner] = {}
         """What is known of each base's ticks."""
+        self.plans: dict[str, BasePlan] = {}
+        """Of bases for which a worker has found that it has no room by itself."""
         self._shares: dict[str, float] = {}
         """Of each tick, by job, as planned."""
         self._dismissed: set[str] = set()
@@ -183,6 +190,10 @@ class Roster:
                 self._lose(name, "its worker was replaced", now_s)
         seen = self.workers.setdefault(report.worker, _Seen(report, now_s))
         self._learn(seen.report, report)
+        if (group := self.groups.get(report.group)) is not None:
+            group.most_rows = min(filter(None, (group.most_rows, report.most_rows)), default=0)
+            if report.plan is not None:
+                self.plans[group.base] = report.plan
         seen.report, seen.last_s = report, now_s
         self._take(report, now_s)
         return self._orders(seen)
@@ -224,12 +235,11 @@ class Roster:
         jobs = {entry.name: Order(entry.spec, entry.attempt) for entry in mine if not entry.wish}
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
         shares = {name: self._shares[name] for name in jobs if name in self._shares}
-        before = seen.orders
-        if before is None or (jobs, drop, shares, seen.budget) != (
-            before.jobs, before.drop, before.shares, before.token_budget
-        ):  # fmt: skip
-            number = 1 + max(seen.report.heard, before.number if before else 0)
-            seen.orders = Orders(number, jobs, drop, shares=shares, token_budget=seen.budget)
+        group, before = self.groups.get(seen.report.group), seen.orders
+        most_rows = group.most_rows if group else 0
+        orders = Orders(0, jobs, drop, shares=shares, token_budget=seen.budget, most_rows=most_rows)
+        if before is None or orders != replace(before, number=0):
+            seen.orders = replace(orders, number=1 + max(seen.report.heard, before.number if before else 0))
         assert seen.orders is not None
         return seen.orders
 
@@ -285,6 +295,7 @@ class Roster:
             groups=groups,
             max_workers=spec.max_workers,
             idle_s=spec.idle_s,
+            width_of=lambda base: self.plan_of(base).ranks,
         )
         for worker in workers.values():
             state.come(worker)
@@ -296,6 +307,18 @@ class Roster:
             if entry.state is State.QUEUED:
                 state.submit(self._job(entry), is_new=entry.name not in self.waits)
         return state
+
+    def plan_of(self, base: str) -> BasePlan:
+        """How a new group's units are to hold a base."""
+        return self.plans.get(base, BasePlan()) if self.spec.plan == "auto" else self.spec.plan.plan
+
+    def misfits(self) -> dict[str, str]:
+        """Groups whose plan is not their base's any more, each with the reason."""
+        return {
+            name: f"its base takes {plan.ranks} workers: {plan}"
+            for name, group in self.groups.items()
+            if (plan := self.plan_of(group.base)) != group.plan
+        }
 
     def _job(self, entry: Entry) -> Job:
         """As scheduling sees it. Sequences are as long as they may be, until some were trained on."""
@@ -324,7 +347,7 @@ class Roster:
             name,
             seen.report.node,
             group.base if group else "",
-            is_leaving=seen.report.node in draining,
+            is_leaving=any(node in draining for node, _ in _processes(seen.report)),
             group=seen.report.group,
             idle_since_s=seen.idle_since_s,
         )
@@ -367,9 +390,11 @@ class Roster:
             [Change(entry.name, wish="moved") for entry in self.jobs.values() if entry.place and not entry.wish], now_s
         )
 
-    def forget_group(self, name: str) -> None:
+    def forget_group(self, name: str, now_s: float) -> None:
         """Its workers are gone with it."""
-        self.workers = {worker: seen for worker, seen in self.workers.items() if seen.report.group != name}
+        self.groups.pop(name, None)
+        for worker in [worker for worker, seen in self.workers.items() if seen.report.group == name]:
+            self._lose(worker, "its group has ended", now_s)
 
     # --- what users see
 
@@ -387,6 +412,7 @@ class Roster:
                 "rank": seen.report.rank,
                 "node": seen.report.node,
                 "pid": seen.report.pid,
+                "pids": [pid for _, pid in _processes(seen.report)],
                 "base_loads": seen.report.base_loads,
                 "jobs": sorted(seen.report.jobs),
                 "ticks": seen.report.ticks,
@@ -410,6 +436,7 @@ class Roster:
             "share": entry.spec["share"],
             "step": told.step if told else 0,
             "num_steps": told.num_steps if told else 0,
+            "lanes": list(told.lanes) if told and entry.place else [],
             "loss": told.loss if told else None,
             "eval_loss": told.eval_loss if told else None,
             "tokens": told.tokens if told else 0,
@@ -418,6 +445,11 @@ class Roster:
             "submitted_s": entry.submitted_s,
             "changed_s": entry.changed_s,
         }
+
+
+def _processes(report: Report) -> list[tuple[str, int]]:
+    """Nodes and process ids of a worker, or of all of its unit."""
+    return [(report.node, report.pid), *report.others]
 
 
 def _nested(spec: JobSpec, taken: Mapping[str, str]) -> str | None:

@@ -24,7 +24,9 @@ from tlora.actors.names import NAMESPACE, SCHEDULER
 from tlora.actors.roster import GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError
-from tlora.scheduling import Plan, schedule
+from tlora.plan import Plan
+from tlora.scheduling import Plan as Changes
+from tlora.scheduling import schedule
 from tlora.spec import BaseSpec, parse_job
 
 log = logging.getLogger("tlora")
@@ -167,7 +169,10 @@ class Scheduler:
                 group.end(name)
             else:
                 with self._lock:
-                    self._roster.groups[name] = GroupRecord(name, base_key(known["base"]), known["size"], None)
+                    base, plan = base_key(known["base"]), Plan(**known["plan"])
+                    self._roster.groups[name] = GroupRecord(name, base, known["size"], None, plan)
+                    if plan.ranks > 1:
+                        self._roster.plans[base] = plan
 
     def _round(self) -> None:
         draining = group.draining_nodes()
@@ -180,6 +185,7 @@ class Scheduler:
             now_s = time.time()
             roster = self._roster
             roster.lose_silent(now_s)
+            misfits = roster.misfits()
             plan = schedule(roster.cluster_state(now_s, draining), now_s)
             roster.take_places(plan, now_s)
             self._resize(plan)
@@ -189,8 +195,8 @@ class Scheduler:
         for name, (size, leaving) in list(self._untold.items()):
             if name not in self._starting and group.resize(name, size, leaving):
                 del self._untold[name]
-        for name in plan.stops:
-            self._stop(name, plan.reasons.get(name, "nothing left to do"))
+        for name in plan.stops | misfits.keys():
+            self._stop(name, misfits.get(name) or plan.reasons.get(name, "nothing left to do"))
         if time.monotonic() - self._asked_s > _ASK_S:
             self._asked_s = time.monotonic()
             for name in filter(group.has_ended, self._silent_groups()):
@@ -205,7 +211,7 @@ class Scheduler:
             heard = {seen.report.group for seen in self._roster.workers.values()}
             return [name for name in self._roster.groups if name not in heard and name not in self._starting]
 
-    def _resize(self, plan: Plan) -> None:
+    def _resize(self, plan: Changes) -> None:
         """Write down what groups are to be told; it is said again until they have heard."""
         for name in plan.sizes.keys() | plan.leaves.keys():
             record = self._roster.groups[name]
@@ -220,12 +226,16 @@ class Scheduler:
             if self._is_closed:
                 return
             name = f"{len(self._roster.groups)}-{int(time.time() * 1000):x}"
-            self._roster.groups[name] = GroupRecord(name, base, size, time.time())
+            plan = self._roster.plan_of(base)
+            self._roster.groups[name] = GroupRecord(name, base, size, time.time(), plan)
             self._starting.add(name)
-        log.info("group=%s starts with %d worker(s) for base %s", name, size, base)
+        log.info("group=%s starts with %d unit(s) of %d worker(s) for base %s", name, size, plan.ranks, base)
+        is_open = self._spec.plan == "auto" and plan.ranks == 1
         options = WorkerOptions(
             group=name,
             base=BaseSpec.model_validate_json(base).model_dump(),
+            plan=plan,
+            most_workers=self._spec.max_workers if is_open else 0,
             token_budget=self._spec.token_budget,
             deterministic=self._spec.deterministic,
             checkpointing=self._spec.checkpointing,
@@ -252,9 +262,8 @@ class Scheduler:
         log.info("group=%s ends: %s", name, reason)
         group.end(name)
         with self._lock:
-            self._roster.groups.pop(name, None)
             self._untold.pop(name, None)
-            self._roster.forget_group(name)
+            self._roster.forget_group(name, time.time())
 
 
 def connect(spec: ClusterSpec | None = None) -> Any:

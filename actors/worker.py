@@ -14,15 +14,20 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
+from tlora.actors.names import NAMESPACE, SCHEDULER, STORE
+from tlora.base import Outline, default_device, dtype_of
 from tlora.data import load_tokenizer
-from tlora.errors import JobError, StateError, TloraError
+from tlora.errors import JobError, ModelError, StateError, TloraError
 from tlora.job import JobRecord, State
 from tlora.local import read_data
+from tlora.plan import Plan
+from tlora.planner import EstimatedCosts, Machine, fewest
 from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
@@ -30,8 +35,8 @@ from tlora.trainer import Tick, Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
 _EXCHANGE_S = 0.2
-_IDLE_S = 0.02
-_AGAIN_S = 1.0
+IDLE_S = 0.02
+AGAIN_S = 1.0
 
 Exchange = Callable[[Report], Orders | None]
 """Send a report; the newest orders, or None while the scheduler is away."""
@@ -95,6 +100,8 @@ class Worker:
         self._base = BaseSpec.model_validate(options.base)
         self._trainer: Trainer | None = None
         self._tokenizer: Any = None
+        self._needs: Plan | None = None
+        """What the base takes, once it has been looked at."""
         self._attempts: dict[str, int] = {}
         self._coming: dict[str, _Coming] = {}
         self._ended: dict[str, JobReport] = {}
@@ -133,7 +140,7 @@ class Worker:
         if self._trainer is not None and self._trainer.jobs:
             self._tick(self._trainer)
         else:
-            time.sleep(_IDLE_S)
+            time.sleep(IDLE_S)
         self._tell(orders.number)
         return False
 
@@ -153,12 +160,12 @@ class Worker:
 
     def _carry_out(self, orders: Orders) -> bool:
         """Let go of what is not in the orders, take in what is; whether nothing is left to be done."""
-        self._forget(orders)
+        self._forget(orders, self.mailbox.acknowledged())
         for name in [name for name, coming in self._coming.items() if orders.jobs.get(name) != coming.order]:
             self._give_up(self._coming.pop(name))
         residents = list(self._trainer.jobs) if self._trainer else []
         for name in residents:
-            if not _is_for(orders, name, self._attempts[name]):
+            if not is_for(orders, name, self._attempts[name]):
                 assert self._trainer is not None
                 self._trainer.release(name, keep=name not in orders.drop)
         leaving = list(self._trainer.leaving) if self._trainer else []
@@ -173,12 +180,11 @@ class Worker:
             self._deal_by(self._trainer, orders)
         return not self._coming and not leaving
 
-    def _forget(self, orders: Orders) -> None:
+    def _forget(self, orders: Orders, heard: Mapping[str, JobReport]) -> None:
         """What has ended is told until the orders leave it out; a failure that they did not ask about, until it is
         heard."""
-        heard = self.mailbox.acknowledged()
         for name, ended in list(self._ended.items()):
-            if not _is_for(orders, name, ended.attempt) and (
+            if not is_for(orders, name, ended.attempt) and (
                 ended.state is not State.FAILED or heard.get(name) == ended
             ):
                 del self._ended[name]
@@ -196,11 +202,36 @@ class Worker:
         try:
             spec = parse_job(order.spec)
             if self._trainer is None:
+                if self._lacks_room(spec):
+                    return
                 self._trainer = self._load()
             until_s = time.monotonic() + self.options.patience_s
             self._coming[name] = _Coming(order, spec, self._readers.submit(self._prepare, self._trainer, spec), until_s)
         except (TloraError, OSError, RuntimeError) as error:
             self._end(name, order.attempt, error)
+
+    def _lacks_room(self, spec: JobSpec) -> bool:
+        """Whether this base and its first job want more than one worker; which, the next report says. Raises ModelError
+        if all that there may be are too few."""
+        device = torch.device(self.options.device) if self.options.device else default_device()
+        if self._needs is None and self.options.most_workers and (memory := memory_bytes(device)):
+            outline = Outline.load(self._base)
+            machine = Machine(gpus=self.options.most_workers, per_node=self.options.per_node, memory_bytes=memory)
+            costs = partial(
+                EstimatedCosts,
+                outline=outline,
+                layouts=[outline.lay_out(spec.adapter)],
+                rows=TrainerOptions(token_budget=self.options.token_budget).budget_on(device, spec.data.max_length),
+                dtype=dtype_of(self._base, device),
+                checkpointing=self.options.checkpointing,
+            )
+            self._needs = fewest(lambda machine: costs(machine=machine), machine, divisor=outline.divisor)
+            if self._needs is None:
+                raise ModelError(
+                    f"base.model = {self._base.model!r}: no plan for {machine.gpus} workers of {memory / 2**30:.0f} "
+                    "GiB has room for it. Raise max_workers, lower the token budget, or set checkpointing."
+                )
+        return self._needs is not None and self._needs.ranks > 1
 
     def _prepare(self, trainer: Trainer, spec: JobSpec) -> ResidentJob:
         """In the reader's thread."""
@@ -248,11 +279,10 @@ class Worker:
             trainer.admit(job)
         except (TloraError, OSError, RuntimeError) as error:  # out of memory is one of the last
             now_s = time.monotonic()
-            # Its folder is still held by a process that is cut off or on its way out, or its storage is away.
-            if isinstance(error, StateError) or (isinstance(error, OSError) and now_s < coming.until_s):
+            if may_pass(error, now_s < coming.until_s):
                 if not coming.again_s:
                     log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
-                coming.again_s = now_s + _AGAIN_S
+                coming.again_s = now_s + AGAIN_S
                 coming.job = self._readers.submit(self._prepare, trainer, coming.spec)
                 return
             self._attempts.pop(name, None)
@@ -281,7 +311,7 @@ class Worker:
         for job in ended:
             attempt = self._attempts.pop(job.name)
             if job.record.state.is_terminal:  # others were let go of, as ordered
-                self._ended[job.name] = _describe(job, attempt)
+                self._ended[job.name] = describe(job, attempt)
             self.mailbox.changed.set()
 
     def _shrink(self, trainer: Trainer, error: torch.OutOfMemoryError) -> None:
@@ -312,25 +342,37 @@ class Worker:
         for name, coming in self._coming.items():
             jobs[name] = JobReport(coming.order.attempt, State.ATTACHING)
         for name, job in {**self._trainer.jobs, **self._trainer.leaving}.items() if self._trainer else ():
-            jobs[name] = _describe(job, self._attempts[name])
+            jobs[name] = describe(job, self._attempts[name])
         self.mailbox.tell(
             replace(
                 self.mailbox.report(),
+                plan=self._needs if self._needs and self._needs.ranks > 1 else None,
                 base_loads=self._loads,
                 applied=applied,
                 jobs=jobs,
                 ticks=self._ticks,
                 busy_s=self._busy_s,
-                **_describe_tick(self._last),
+                **describe_tick(self._last),
             )
         )
 
 
-def _is_for(orders: Orders, name: str, attempt: int) -> bool:
+def memory_bytes(device: torch.device) -> int:
+    """Of a GPU; 0 on a CPU, which is not measured."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def may_pass(error: Exception, has_patience: bool) -> bool:
+    """Whether a job may yet be taken in: its folder is still held by a process that is cut off or on its way out, or its
+    storage is away."""
+    return isinstance(error, StateError) or (isinstance(error, OSError) and has_patience)
+
+
+def is_for(orders: Orders, name: str, attempt: int) -> bool:
     return name in orders.jobs and orders.jobs[name].attempt == attempt
 
 
-def _describe(job: ResidentJob, attempt: int) -> JobReport:
+def describe(job: ResidentJob, attempt: int, lanes: tuple[int, ...] = ()) -> JobReport:
     return JobReport(
         attempt,
         job.record.state,
@@ -341,10 +383,11 @@ def _describe(job: ResidentJob, attempt: int) -> JobReport:
         _finite(job.tokens_per_s) or 0.0,
         _finite(job.loss),
         _finite(job.eval_loss),
+        lanes,
     )
 
 
-def _describe_tick(tick: Tick | None) -> dict[str, Any]:
+def describe_tick(tick: Tick | None) -> dict[str, Any]:
     if tick is None:
         return {}
     trained = tick.phase is Phase.TRAINING
@@ -365,17 +408,24 @@ def train(options: dict[str, Any]) -> None:
     """Ray Train's function of a worker."""
     import ray
 
-    context = ray.train.get_context()
+    per_node = max((int(node["Resources"].get("GPU", 0)) for node in cast(Any, ray).nodes()), default=0) or 1
+    given = WorkerOptions(**{**options, "plan": Plan(**options["plan"]), "per_node": per_node})
+    rank, node = ray.train.get_context().get_world_rank(), ray.get_runtime_context().get_node_id()
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads()))
-    worker = Worker(WorkerOptions(**options), context.get_world_rank(), ray.get_runtime_context().get_node_id())
-    worker.run(_scheduler_exchange())
+    if given.plan.ranks == 1:
+        Worker(given, rank, node).run(_scheduler_exchange())
+        return
+    from tlora.actors.unit import Member, open_mesh  # torch.distributed is none of a lone worker's business
+
+    number, place = divmod(rank, given.plan.ranks)
+    mesh = open_mesh(given, place, os.environ[STORE])
+    Member(given, number, node, mesh).run(_scheduler_exchange())
+    mesh.close()
 
 
 def _scheduler_exchange() -> Exchange:
     """With the scheduler of this cluster, looked up again whenever it does not answer."""
     import ray
-
-    from tlora.actors.names import NAMESPACE, SCHEDULER
 
     known: list[Any] = []
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,18 @@ def trainer_of(run: Run) -> GroupTrainer:
 
 def train(run: Run, folder: Path, mix: Sequence[Visit], most: int = 400) -> list[str]:
     """Train a mix to its end; returns the reasons of jobs that failed here."""
-    trainer = trainer_of(run)
+    return _train(trainer_of(run), folder, mix, most)
+
+
+def train_with_gates(run: Run, folder: Path, mix: Sequence[Visit]) -> tuple[int, list[str]]:
+    """`train`, with the gates that compiled layers have, but none compiled; and how many there are."""
+    with torch.compiler.set_stance("force_eager"):
+        trainer = trainer_of(replace(run, compiled=True))
+        gates = sum("act_kind" in vars(module) for module in trainer.supermodel.model.modules())
+        return gates, _train(trainer, folder, mix, 400)
+
+
+def _train(trainer: GroupTrainer, folder: Path, mix: Sequence[Visit], most: int) -> list[str]:
     failed: list[str] = []
     last = max(max([visit.arrives, visit.cancelled, *visit.moves]) for visit in mix)
     for tick in range(most):
@@ -345,12 +356,12 @@ def _reasons(
     raise AssertionError("jobs never ended")
 
 
-def orders(run: Run, heard: Sequence[int]) -> list[int]:
-    """What each tick agrees on, where rank r has heard of order `heard[r]` from its own r-th tick on."""
+def talks(run: Run, asks: Sequence[int]) -> list[int]:
+    """What each tick agrees on, where rank r asks for talk `asks[r]` from its own r-th tick on."""
     trainer, seen = trainer_of(run), []
     for tick in range(4):
-        trainer.tick(heard[trainer.mesh.rank] if tick >= trainer.mesh.rank else 0)
-        seen.append(trainer.order)
+        trainer.tick(asks[trainer.mesh.rank] if tick >= trainer.mesh.rank else 0)
+        seen.append(trainer.talk)
     return seen
 
 

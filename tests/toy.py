@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
+from tlora.checkpoint import load_state
 from tlora.cluster import ClusterSpec
 from tlora.data import JobData, TokenSequence
 from tlora.local import RunOptions, prepare, train
@@ -173,11 +174,23 @@ def named_job(folder: Path, name: str, **changes: object) -> JobSpec:
     )
 
 
-def equals_alone(spec: JobSpec) -> bool:
-    """Whether a job's adapter is that of the same job trained alone, to the bit."""
+def trained_alone(spec: JobSpec) -> JobSpec:
+    """The same job, in a folder of its own, where it has been trained alone."""
     lone = spec.model_copy(update={"output": f"{spec.output}-alone"})
     options = RunOptions(deterministic=True, device="cpu")
     train(prepare([lone], options), options)
+    return lone
+
+
+def off_alone(spec: JobSpec) -> float:
+    """Relative distance of a job's final weights from those of the same job trained alone."""
+    one, other = (load_state(each.folder)[0]["master"] for each in (spec, trained_alone(spec)))
+    return off(one, other)
+
+
+def equals_alone(spec: JobSpec) -> bool:
+    """Whether a job's adapter is that of the same job trained alone, to the bit."""
+    lone = trained_alone(spec)
     one, other = (load_file(each.folder / "adapter_model.safetensors") for each in (spec, lone))
     return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
 

@@ -41,8 +41,8 @@ class Message:
     """The kind of its last tick."""
     kinds: int
     """A bit for each kind of which it has rows to send."""
-    order: int
-    """The newest order that it has heard of."""
+    talk: int
+    """The newest talk for which it has asked."""
     micros: int
     """What its last tick took."""
     rows: int
@@ -56,13 +56,13 @@ class Message:
 
     def numbers(self) -> list[int]:
         lists = [sorted(part) + [0] * (MOST_SHARED - len(part)) for part in (self.through, self.lost)]
-        return [self.last, self.kinds, self.order, self.micros, self.rows, self.mix, *lists[0], *lists[1]]
+        return [self.last, self.kinds, self.talk, self.micros, self.rows, self.mix, *lists[0], *lists[1]]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> "Message":
-        last, kinds, order, micros, rows, mix, *lists = numbers
+        last, kinds, talk, micros, rows, mix, *lists = numbers
         through, lost = (frozenset(part) - {0} for part in (lists[:MOST_SHARED], lists[MOST_SHARED:]))
-        return cls(last, kinds, order, micros, rows, mix, through, lost)
+        return cls(last, kinds, talk, micros, rows, mix, through, lost)
 
 
 def number_of(name: str) -> int:

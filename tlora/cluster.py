@@ -8,7 +8,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from tlora.errors import SpecError
+from tlora.plan import Plan
 from tlora.spec import Count, PathText, Positive, Spec, override, read_yaml
+
+MOST_JOBS = 64
+"""Of one unit: as many as its ranks can tell each other of."""
+
+
+class PlanSpec(Spec):
+    """`replicas` of a base, each sharded over `shards` lanes of `tensor` workers: together a unit, which comes and goes
+    as a whole, and over whose lanes large jobs are split."""
+
+    replicas: Count = 1
+    shards: Count = 1
+    tensor: Count = 1
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(replicas=self.replicas, shards=self.shards, tensor=self.tensor)
 
 
 class ClusterSpec(Spec):
@@ -23,6 +40,7 @@ class ClusterSpec(Spec):
     max_workers: Count = 8
     """Of all groups together."""
     jobs_per_worker: Count = 16
+    """On one worker, or on the unit that holds a base together."""
     quotas: dict[str, Count] = Field(default_factory=dict)
     """Most workers that a user's jobs may be on at once, by user; others are free."""
     gpus_per_worker: Annotated[int, Field(strict=True, ge=0, le=1)] = 1
@@ -40,8 +58,22 @@ class ClusterSpec(Spec):
     """A worker that says nothing for so long is lost, and its jobs go elsewhere."""
     stuck_after_s: Positive = 1800.0
     """A worker whose tick, or base's loading, takes so long ends itself, and is replaced."""
+    plan: Literal["auto"] | PlanSpec = "auto"
+    """How workers hold a base. `auto`: each by itself where a worker has room for it, else the plan of fewest GPUs."""
     resize: Literal["in_place", "restart"] = "in_place"
     """`restart`: a group that changes its size is started anew, as Ray Train does it by itself."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "ClusterSpec":
+        ranks = 0 if self.plan == "auto" else self.plan.plan.ranks
+        if ranks > self.max_workers:
+            raise ValueError(f"plan: takes {ranks} workers; want at most max_workers, {self.max_workers}")
+        if ranks != 1 and self.jobs_per_worker > MOST_JOBS:
+            raise ValueError(
+                f"jobs_per_worker: want at most {MOST_JOBS} where several workers may hold a base; got "
+                f"{self.jobs_per_worker}. Lower it, or set plan.replicas to 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_outputs(self) -> "ClusterSpec":

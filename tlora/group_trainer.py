@@ -35,6 +35,7 @@ from tlora.trainer import IN_FLIGHT, Bid, Tick, Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
 _T = TypeVar("_T")
+ELSEWHERE = "it failed on another rank of its group"
 
 
 class GroupTrainer(Trainer):
@@ -43,9 +44,9 @@ class GroupTrainer(Trainer):
     def __init__(self, supermodel: SuperModel, mesh: Mesh, options: TrainerOptions | None = None):
         super().__init__(supermodel, options or TrainerOptions())
         self.mesh = mesh
-        self.order = 0
-        """The newest order that every rank of the circle has heard of, at the last tick."""
-        self._heard = 0
+        self.talk = 0
+        """Number of the newest talk that any rank of the circle had asked for at the last tick."""
+        self._asked = 0
         self._held: dict[str, Holding] = {}
         self._lost: set[int] = set()
         self._messages: list[Message] = []
@@ -85,8 +86,9 @@ class GroupTrainer(Trainer):
         try:
             return super().attach(spec, data, resume=resume, record=record, tokenizer=tokenizer)
         finally:
-            if spec.name not in self.jobs:
-                self._held.pop(spec.name, None)
+            held = None if spec.name in self.jobs else self._held.pop(spec.name, None)
+            if held is not None and len(held.ranks) > 1:  # another rank may have taken it in
+                self._lost.add(number_of(spec.name))
 
     def join(self, ranks: Sequence[int]) -> None:
         """Agree on ticks with these ranks from now on: whole replicas, each of which calls this between two ticks."""
@@ -94,12 +96,12 @@ class GroupTrainer(Trainer):
             raise StateError(f"circle {tuple(ranks)}: job {beyond[0]} lies on other ranks too. Detach it first.")
         self.mesh.join(ranks)
 
-    def tick(self, heard: int = 0) -> Tick:
-        """`Trainer.tick`, together with the ranks of the circle, all of which must call it. `heard`: the newest order
-        that this rank has; afterwards `order` is the newest that all of them had, to be carried out by all of them now.
+    def tick(self, asks: int = 0) -> Tick:
+        """`Trainer.tick`, together with the ranks of the circle, all of which must call it. `asks`: number of the talk
+        for which this rank asks; afterwards `talk` is the newest that any of them had asked for, on all the same.
 
         Raises GroupError if a rank of it is gone."""
-        began_s, self._heard = time.perf_counter(), max(heard, self._heard)
+        began_s, self._asked = time.perf_counter(), max(asks, self._asked)
         with self.mesh.surfacing():
             tick = super().tick()
         if self._aside is not None and self._is_measured and not self._controller.is_settled:
@@ -220,14 +222,9 @@ class GroupTrainer(Trainer):
         while True:
             bids = {phase: self._bid(phase) for phase in PHASES}
             self._messages = [Message.of(numbers) for numbers in self.mesh.exchange(self._message(bids).numbers())]
-            self._lost.clear()
-            lost = frozenset[int]().union(*(message.lost for message in self._messages))
-            for job in [job for job in self.jobs.values() if number_of(job.name) in lost]:
-                self._leave(job, State.FAILED, "it failed on another rank of its group")
-            self._lost.clear()
-            if not lost:
+            if not self.lose(frozenset[int]().union(*(message.lost for message in self._messages))):
                 break
-        self.order = min(message.order for message in self._messages)
+        self.talk = max(message.talk for message in self._messages)
         self._control()
         kinds = self._kinds
         if kinds == 3:
@@ -235,6 +232,33 @@ class GroupTrainer(Trainer):
         elif kinds:
             self._phase = PHASES[kinds - 1]
         return self._phase, self._take(bids[self._phase])
+
+    def lanes(self, name: str) -> tuple[int, ...]:
+        """On which a resident of this rank lies."""
+        return self._held[name].lanes
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Numbers of jobs of several ranks that failed here, of which the others have not heard."""
+        return frozenset(self._lost)
+
+    def lose(self, lost: frozenset[int]) -> bool:
+        """Let go of jobs that failed on any rank of the circle, each of which calls this; whether there are any."""
+        for job in [job for job in self.jobs.values() if number_of(job.name) in lost]:
+            self._leave(job, State.FAILED, ELSEWHERE)
+        self._lost.clear()
+        return bool(lost)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no rank of the circle had anything to send in the last tick."""
+        return not self._kinds
+
+    @property
+    def pace(self) -> tuple[int, float]:
+        """Rows of all lanes, and seconds of the slowest rank, in the tick before the last."""
+        rows = sum(message.rows for message in self._messages) // self.mesh.plan.tensor
+        return rows, max((message.micros for message in self._messages), default=0) / 1e6
 
     @property
     def _kinds(self) -> int:
@@ -253,7 +277,7 @@ class GroupTrainer(Trainer):
         )
         kinds = sum(1 << at for at, phase in enumerate(PHASES) if any(count for _, _, count in bids[phase]))
         last, micros, mix = PHASES.index(self._phase), int(self._tick_s * 1e6), number_of(" ".join(sorted(self.jobs)))
-        return Message(last, kinds, self._heard, micros, self._tick_rows, mix, through, frozenset(self._lost))
+        return Message(last, kinds, self._asked, micros, self._tick_rows, mix, through, frozenset(self._lost))
 
     def _control(self) -> None:
         """Let the controller see the last tick, as slow as its slowest rank: the same numbers on every rank."""

@@ -4,20 +4,21 @@ A *circle* is the ranks that agree on every tick: those that share a copy of the
 ends within the timeout, or raises GroupError. Called by the group's trainer and by what holds a base together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tlora.errors import GroupError
+from tlora.errors import GroupError, TloraError
 from tlora.plan import Plan
 
 Group = dist.ProcessGroup | None
 """None: this rank alone."""
 TIMEOUT_S = 600.0
+_T = TypeVar("_T")
 
 
 class Mesh:
@@ -132,6 +133,27 @@ class Mesh:
         with self._watched("agreeing on an outcome", ranks):
             dist.broadcast_object_list(box, source, group=group, device=torch.device("cpu"))
         return box[0]
+
+    def share(self, message: Any) -> list[Any]:
+        """What each rank of the circle brings, by place in it: any objects that pickle."""
+        if self._circle_group is None:
+            return [message]
+        messages = [None] * len(self.circle)
+        with self._watched("talking", self.circle):
+            dist.all_gather_object(messages, message, group=self._circle_group)
+        return messages
+
+    def together(self, action: Callable[[], _T]) -> _T:
+        """What every rank of the circle does by itself; what one of them raises, all raise."""
+        failure: Exception | None = None
+        try:
+            result = action()
+        except (TloraError, OSError, RuntimeError) as error:
+            failure = error
+        for failed in self.share(failure):
+            if failed is not None:
+                raise failed
+        return result
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:

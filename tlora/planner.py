@@ -5,8 +5,8 @@ fitted to measured ticks can take the place of the one here.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -79,6 +79,16 @@ def choose(costs: Costs, machine: Machine, *, divisor: int) -> list[Choice]:
     return sorted(choices, key=_order)
 
 
+def fewest(costs: Callable[[Machine], Costs], machine: Machine, *, divisor: int) -> Plan | None:
+    """One replica on the fewest of these GPUs that have room for it, the fastest of such plans; None, if none has."""
+    counts = [1 << at for at in range(machine.gpus.bit_length())]
+    for part in (replace(machine, gpus=count) for count in counts):
+        for choice in choose(costs(part), part, divisor=divisor):
+            if choice.fits and choice.plan.replicas == 1:
+                return choice.plan
+    return None
+
+
 def _order(choice: Choice) -> tuple[object, ...]:
     plan = choice.plan
     if not choice.fits:
@@ -149,13 +159,18 @@ class EstimatedCosts:
 
 
 def place(
-    loads: Mapping[str, float], lanes: int, current: Mapping[str, tuple[int, ...]] | None = None, *, margin: float = 0.1
+    loads: Mapping[str, float],
+    lanes: int,
+    current: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    most: Mapping[str, int] | None = None,
+    margin: float = 0.1,
 ) -> dict[str, tuple[int, ...]]:
     """Lanes for each job, by predicted load (work per second that it wants).
 
-    A job that wants more than an even part of all work is split over as many lanes as that takes; the others lie whole
-    on the lane with the least. A job stays where it is (`current`) unless moving it lowers the fullest lane's load by
-    more than `margin` of the mean.
+    A job that wants more than an even part of all work is split over as many lanes as that takes, at `most` so many
+    (its sequences a step); the others lie whole on the lane with the least. A job stays where it is (`current`)
+    unless moving it lowers the fullest lane's load by more than `margin` of the mean.
     """
     mean = sum(loads.values()) / lanes
     filled = [0.0] * lanes
@@ -170,7 +185,10 @@ def place(
     def emptiest(count: int) -> tuple[int, ...]:
         return tuple(sorted(sorted(range(lanes), key=lambda lane: (filled[lane], lane))[:count]))
 
-    parts = {name: min(lanes, max(1, round(load / mean))) if mean else 1 for name, load in loads.items()}
+    parts = {
+        name: min(lanes, (most or {}).get(name, lanes), max(1, round(load / mean))) if mean else 1
+        for name, load in loads.items()
+    }
     by_load = sorted(loads, key=lambda name: (-loads[name], name))
     for name in [name for name in by_load if len(stays.get(name, ())) == parts[name]]:
         put(name, stays[name])

@@ -9,7 +9,7 @@ place of a job that has far longer to go.
 """
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -105,9 +105,12 @@ class ClusterState(Placements):
         groups: Mapping[str, Group] | None = None,
         max_workers: int = 0,
         idle_s: float = 300.0,
+        width_of: Callable[[str], int] = lambda base: 1,
     ):
-        """`groups`: None where workers are a given, as in a trace's cluster: none is asked for or let go."""
+        """`groups`: None where workers are a given, as in a trace's cluster: none is asked for or let go. `width_of`:
+        how many of `max_workers` a worker of a base counts for, if several hold it together."""
         super().__init__(models, jobs_per_worker)
+        self.width_of = width_of
         self.groups, self.max_workers, self.idle_s = groups, max_workers, idle_s
         self.rules, self.costs = rules, costs
         self.arrived: dict[str, None] = {}

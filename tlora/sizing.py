@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The workers on one base. Its size is what was asked for: some may not have come yet, and not be in `workers`."""
+    """The workers, or units, on one base. Its size is what was asked for: some may not have come yet, and not be in
+    `workers`."""
 
     name: str
     base: str
@@ -30,15 +31,16 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
     """Complete a plan by what is to become of groups and workers."""
     homes = {group.base: group for group in groups.values()}
     wanted = {base for base, pool in state.pools.items() if pool.waiting.keys}
-    room = state.max_workers - sum(group.size for group in groups.values())
+    room = state.max_workers - sum(group.size * state.width_of(group.base) for group in groups.values())
     unplaced = {base: len(pool.waiting) for base, pool in state.pools.items()}
     for base, count in unplaced.items():
         home = homes.get(base)
         coming = home.size - len(home.workers) if home else 0
-        text = _wait(home is not None, coming, room, state.max_workers)
+        text = _wait(home is not None, coming, room // state.width_of(base), state.max_workers)
         plan.reasons.update(dict.fromkeys(state.pools[base].waiting.keys, text))
         plan.demand[base] = _demand(state, base)
-        room -= _ask_for_workers(plan, state, home, base, count, room)
+        width = state.width_of(base)
+        room -= width * _ask_for_workers(plan, state, home, base, count, room // width)
     for group in groups.values():
         for worker in group.workers:
             if worker.is_leaving:

@@ -82,7 +82,7 @@ class SuperModel:
         # With a softcap attention goes block by block, in Python: each tick would be compiled anew.
         self.compiled = compiled and not deterministic and not getattr(config, "attn_logit_softcapping", None)
         self.captured = captured and self.compiled and not (checkpointing or spread) and self.device.type == "cuda"
-        if self.compiled and not spread:
+        if self.compiled:
             fuse_gates(model)
         wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing, around=self._around if spread else None)
         if spread:
@@ -99,7 +99,8 @@ class SuperModel:
         """Load the base from a folder or the hub. Raises ModelError if it cannot be had or cannot carry adapters."""
         mesh: Mesh | None = options.get("mesh")
         device = mesh.device if mesh else torch.device(device) if device is not None else default_device()
-        model = load_model(base, dtype_of(base, device))
+        read = partial(load_model, base, dtype_of(base, device))
+        model = mesh.together(read) if mesh else read()
         if mesh is None or not mesh.plan.is_spread:  # else each rank takes its part, layer by layer
             model.to(device)  # type: ignore[arg-type]  # its decorator hides nn.Module's signature
         return cls(model, base, **options)

@@ -16,6 +16,7 @@ from tlora.checkpoint import STATE
 from tlora.client import Client
 from tlora.errors import ClusterError, StateError
 from tlora.job import State
+from tlora.spec import JobSpec
 from tlora.tracking import read_metrics
 
 
@@ -172,3 +173,40 @@ def test_a_group_may_be_started_anew_to_change_its_size(client: Client, tmp_path
     assert rows[0]["attempt"] >= 2
     assert toy.equals_alone(first)
     assert toy.equals_alone(second)
+
+
+@pytest.mark.parametrize("client", [{"plan": {"shards": 2}, "max_workers": 4, "idle_s": 60.0}], indirect=True)
+def test_a_worker_killed_mid_tick_takes_its_unit_along_and_no_other(client: Client, tmp_path: Path) -> None:
+    """Two units of two workers; on the second lies a job that is split over both of its lanes."""
+    specs = [in_float64(tmp_path, f"job{n}", steps=30 * (n + 1)) for n in range(3)]
+    client.submit(specs)
+    toy.until(lambda: step(client, "job2") > 6)
+    assert client.status(["job2"])[0]["lanes"] == [0, 1]
+    hit, other = sorted(client.workers(), key=lambda unit: unit["jobs"] != ["job2"])
+    os.kill(hit["pids"][1], signal.SIGKILL)
+    rows = client.wait([spec.name for spec in specs])
+    assert [(row["state"], row["attempt"]) for row in rows] == [("finished", 1), ("finished", 1), ("finished", 2)]
+    assert other["pids"] in [unit["pids"] for unit in client.workers()]
+    assert all(toy.off_alone(spec) < 1e-8 for spec in specs)
+
+
+@pytest.mark.parametrize("client", [{"plan": {"tensor": 2}, "stuck_after_s": 10.0}], indirect=True)
+def test_a_worker_that_hangs_is_found_out_in_time(client: Client, tmp_path: Path) -> None:
+    """Jobs come at different times to the only unit; then one of its workers stands still."""
+    specs = [in_float64(tmp_path, f"job{n}", steps=40 * (n + 1)) for n in range(2)]
+    client.submit(specs[:1])
+    toy.until(lambda: step(client, "job0") > 3)
+    client.submit(specs[1:])
+    toy.until(lambda: step(client, "job1") > 6)
+    (unit,) = client.workers()
+    os.kill(unit["pids"][1], signal.SIGSTOP)
+    rows = client.wait([spec.name for spec in specs])
+    assert [row["state"] for row in rows] == ["finished"] * 2
+    assert rows[1]["attempt"] >= 2
+    assert all(toy.off_alone(spec) < 1e-8 for spec in specs)
+
+
+def in_float64(folder: Path, name: str, **changes: object) -> JobSpec:
+    """In which summing in another order makes no difference that could hide a fault."""
+    base = {"model": str(folder / "base"), "dtype": "float64"}
+    return toy.named_job(folder, name, base=base, save_every=5, **changes)

@@ -9,6 +9,9 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 
 from tlora.actors import ray_train
 from tlora.actors.ray_train import _InPlace, _Told
+from tlora.plan import Plan
+
+ALONE = Plan()
 
 
 class FakeGroup:
@@ -24,18 +27,21 @@ class FakeGroup:
 class Desk:
     """A policy, and the placement groups that it has asked for and given back."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, size: int, in_place: bool = True):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, size: int, in_place: bool = True, plan: Plan = ALONE):
         self.removed: list[FakeGroup] = []
         monkeypatch.setattr(
-            ray_train, "reserve", lambda count, resources, near: [FakeGroup(near) for _ in range(count)]
+            ray_train, "reserve", lambda count, resources, plan, near: [FakeGroup(near) for _ in range(count)]
         )
         monkeypatch.setattr(ray_train, "remove_placement_group", self.removed.append)
         monkeypatch.setattr(_Told, "_maybe_send_resource_request", lambda policy: None)
-        self.policy = _Told(ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}), size, in_place)
+        self.policy = _Told(ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}), size, in_place, plan)
 
     def look(self, *pids: int, dead: tuple[int, ...] = (), nodes: str = "nnnn") -> Any:
         metadata = [SimpleNamespace(node_id=node, pid=pid) for node, pid in zip(nodes, pids, strict=False)]
-        workers = [SimpleNamespace(metadata=each) for each in metadata]
+        workers = [
+            SimpleNamespace(metadata=each, placement_group_bundle_index=at // self.policy.plan.ranks)
+            for at, each in enumerate(metadata)
+        ]
         statuses = {at: SimpleNamespace(running=pid not in dead) for at, pid in enumerate(pids)}
         return self.policy.make_decision_for_running_worker_group(
             SimpleNamespace(workers=workers, num_workers=len(workers)), SimpleNamespace(worker_statuses=statuses)
@@ -99,6 +105,20 @@ def test_a_start_is_of_one_worker_and_gives_back_what_was_asked_for(monkeypatch:
     decision = desk.policy.make_decision_for_non_running_worker_group()
     assert decision.num_workers == 1
     assert len(desk.removed) == 2
+
+
+def test_a_unit_comes_and_goes_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, size=2, plan=Plan(shards=2))
+    assert desk.policy.make_decision_for_non_running_worker_group().num_workers == 2
+    desk.look(1, 2)
+    assert len(desk.policy.pending) == 1
+    desk.policy.pending.clear()
+    desk.look(1, 2, 3, 4, dead=(4,))
+    assert desk.policy.leaving == {("n", 4)}
+    assert len(desk.policy.pending) == 1
+    desk.policy.size = 1
+    assert isinstance(desk.look(1, 2, 3, 4, dead=(4,)), _InPlace)
+    assert not desk.policy.pending
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -13,6 +13,7 @@ from tlora.actors.roster import GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import StateError
 from tlora.job import State
+from tlora.plan import Plan as BasePlan
 from tlora.scheduling import Plan, schedule
 from tlora.spec import JobSpec, parse_job
 
@@ -315,3 +316,35 @@ def test_a_job_that_is_to_be_elsewhere_leaves_first(desk: Desk, running: FakeWor
     running.say()
     assert desk.states() == {"a": "queued", "b": "running"}
     assert not other.say().jobs
+
+
+def test_a_base_without_room_on_one_worker_gets_units_of_several(desk: Desk, running: FakeWorker) -> None:
+    assert not desk.roster.misfits()
+    plan = BasePlan(shards=2)
+    running.report = replace(running.report, plan=plan)
+    running.say()
+    (base,) = desk.roster.plans
+    assert desk.roster.plan_of(base) == plan
+    assert desk.roster.misfits() == {"g": f"its base takes 2 workers: {plan}"}
+    desk.roster.forget_group("g", desk.now_s)
+    assert desk.states() == {"a": "queued", "b": "queued"}
+    assert schedule(desk.roster.cluster_state(desk.now_s), desk.now_s).starts == {base: 1}
+    desk.roster.groups["h"] = GroupRecord("h", base, 1, None, plan)
+    assert not desk.roster.misfits()
+
+
+def test_a_unit_is_one_worker_that_goes_with_any_of_its_nodes(desk: Desk, running: FakeWorker) -> None:
+    running.report = replace(running.report, others=(("other", 7),))
+    running.say()
+    assert desk.roster.describe_workers()[0]["pids"] == [1, 7]
+    plan = schedule(desk.roster.cluster_state(desk.now_s, ["other"]), desk.now_s)
+    assert plan.moves == {"a", "b"}
+
+
+def test_a_unit_without_memory_makes_the_ticks_of_its_group_smaller(desk: Desk, running: FakeWorker) -> None:
+    running.report = replace(running.report, most_rows=128)
+    assert running.say().most_rows == 128
+    running.report = replace(running.report, most_rows=0)
+    assert running.say().most_rows == 128
+    other = FakeWorker(desk, "v", rank=1)
+    assert other.say().most_rows == 128

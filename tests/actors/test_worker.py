@@ -16,6 +16,7 @@ from tlora.actors.worker import Worker
 from tlora.checkpoint import STATE, JobFolder, read_meta, save_state
 from tlora.job import State
 from tlora.local import RunOptions, prepare, train
+from tlora.plan import Plan
 from tlora.spec import JobSpec
 from tlora.trainer import Trainer
 
@@ -183,7 +184,7 @@ def test_a_folder_that_another_process_holds_is_waited_for(desk: Desk) -> None:
 def test_a_storage_that_is_away_for_a_while_costs_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(tmp_path, save_every_s=1e-3, patience_s=60.0)
     monkeypatch.setattr("tlora.beside._AGAIN_S", 0.01)
-    monkeypatch.setattr("tlora.actors.worker._AGAIN_S", 0.01)
+    monkeypatch.setattr("tlora.actors.worker.AGAIN_S", 0.01)
     away, back = threading.Event(), threading.Event()
 
     def unless_away(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,7 +229,7 @@ def test_a_storage_that_stays_away_ends_the_job_with_the_reason(
 
     tries: list[int] = []
     desk = Desk(tmp_path, patience_s=0.05)
-    monkeypatch.setattr("tlora.actors.worker._AGAIN_S", 0.01)
+    monkeypatch.setattr("tlora.actors.worker.AGAIN_S", 0.01)
     monkeypatch.setattr("tlora.trainer.restore", gone)
     desk.order(toy.named_job(tmp_path, "a"))
     assert "Input/output error" in desk.ends("a").reason
@@ -348,3 +349,20 @@ def test_a_job_that_is_called_back_before_it_came_lets_its_folder_go(
     go_on.set()
     desk.order(spec, attempt=2)
     assert desk.ends("a").state is State.FINISHED
+
+
+def test_a_base_without_room_says_what_it_needs_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.actors.worker.memory_bytes", lambda device: 1)
+    monkeypatch.setattr("tlora.actors.worker.fewest", lambda costs, machine, divisor: Plan(shards=machine.gpus))
+    desk = Desk(tmp_path, most_workers=4)
+    desk.order(toy.named_job(tmp_path, "a"))
+    report = desk.until(lambda report: report.plan is not None)
+    assert report.plan == Plan(shards=4)
+    assert (report.jobs, report.base_loads) == ({}, 0)
+
+
+def test_a_base_without_room_anywhere_fails_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.actors.worker.memory_bytes", lambda device: 1000)
+    desk = Desk(tmp_path, most_workers=4)
+    desk.order(toy.named_job(tmp_path, "a"))
+    assert "no plan for 4 workers" in desk.ends("a").reason

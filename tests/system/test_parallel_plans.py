@@ -149,6 +149,14 @@ def test_slices_beside_each_other_have_gradients_of_their_own(ranks: Ranks, tmp_
     equal(tmp_path, mix, run)
 
 
+@pytest.mark.parametrize("plan", ["2 shards", "2 parts", "2 shards of 2 parts"])
+def test_gates_are_fused_on_spread_bases_too(plan: str, ranks: Ranks, tmp_path: Path) -> None:
+    run = Run(plan=PLANS[plan], nano_batches=2, budget=200)
+    mix = [Visit(f"j{lane}", (lane,), CHANGES, {"count": 6, "seed": lane}) for lane in range(run.plan.lanes)]
+    assert ranks.run(run.plan.ranks, group_work.train_with_gates, run, tmp_path, mix) == [(2, [])] * run.plan.ranks
+    equal(tmp_path, mix, run)
+
+
 def test_a_group_changes_its_plan(ranks: Ranks, tmp_path: Path) -> None:
     """Grown, sharded, split, shrunk: through the jobs' saved states, each time by processes that keep nothing."""
     changes = {**CHANGES, "steps": 12, "eval_every": 3}

@@ -13,6 +13,7 @@ from ranks import Ranks
 
 from tlora.checkpoint import STATE
 from tlora.plan import Plan
+from tlora.planner import EstimatedCosts, Machine, RankMemory
 
 CHANGES = {"adapter": {"rank": 8, "targets": "all-linear"}, "steps": 3, "save_every": 99}
 DATA = {"count": 4}
@@ -108,6 +109,23 @@ def test_a_shard_and_a_layer_are_all_that_a_rank_holds(count: int, layers: int, 
         assert kept == pytest.approx(base * SIZE / count, rel=0.02)
         assert peak == pytest.approx(kept + layer, rel=0.15)
         assert peak == pytest.approx(kept + 2 * layer, rel=0.02)  # one in use, and what the next one comes in
+        expected = planned(run)
+        assert expected.base == pytest.approx(kept, rel=0.02)
+        assert expected.base + expected.gathered == pytest.approx(peak, rel=0.02)
+
+
+def test_a_part_of_every_product_is_all_that_a_rank_holds(ranks: Ranks) -> None:
+    """What `tlora check --gpus` says, too."""
+    run = Run(plan=Plan(tensor=2), config={**CONFIG, "num_hidden_layers": 8})
+    for _, kept, _ in ranks.run(2, group_work.peak_bytes, run):
+        assert planned(run).base == pytest.approx(kept, rel=0.05)
+
+
+def planned(run: Run) -> RankMemory:
+    """The estimate for a plan."""
+    outline = group_work.super_model(Run(plan=Plan(), config=run.config)).outline
+    machine = Machine(gpus=run.plan.ranks)
+    return EstimatedCosts(outline=outline, layouts=[], machine=machine, rows=1, dtype=run.dtype).memory(run.plan)
 
 
 @pytest.mark.parametrize("plan", [Plan(replicas=2), Plan(shards=2), Plan(tensor=2)], ids=str)
@@ -180,8 +198,8 @@ def test_a_rank_that_is_gone_is_found_out_in_time(plan: Plan, how: str, tmp_path
     _equal(tmp_path, mix[0])
 
 
-def test_orders_are_carried_out_at_a_tick_that_all_agree_on(ranks: Ranks) -> None:
-    assert ranks.run(2, group_work.orders, Run(plan=Plan(shards=2)), [7, 9]) == [[0, 7, 7, 7]] * 2
+def test_a_talk_is_held_behind_a_tick_that_all_agree_on(ranks: Ranks) -> None:
+    assert ranks.run(2, group_work.talks, Run(plan=Plan(shards=2)), [7, 9]) == [[7, 9, 9, 9]] * 2
 
 
 def test_a_lone_process_has_no_ranks() -> None:

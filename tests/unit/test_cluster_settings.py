@@ -8,6 +8,7 @@ import pytest
 from tlora import local_cluster
 from tlora.cluster import load_cluster
 from tlora.errors import ClusterError, SpecError
+from tlora.plan import Plan
 
 
 def test_without_a_file_it_is_this_machine_and_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +35,9 @@ def test_a_file_is_read_and_overridden(tmp_path: Path) -> None:
         ("storage: s3://x\n", "outputs: want a folder for the jobs' outputs, for the storage is none"),
         ("storage: x\noutputs: gs://x\n", "outputs: want a folder that every node reaches"),
         ("storage: x\nresize: sometimes\n", "resize: Input should be 'in_place' or 'restart'"),
+        ("storage: x\nplan: {shards: 9}\n", "plan: takes 9 workers; want at most max_workers, 8"),
+        ("storage: x\nplan: {shard: 2}\n", "shard: Extra inputs are not permitted"),
+        ("storage: x\njobs_per_worker: 65\n", "jobs_per_worker: want at most 64 where several workers may hold a base"),
     ],
 )
 def test_faults_are_named(tmp_path: Path, text: str, says: str) -> None:
@@ -43,6 +47,16 @@ def test_faults_are_named(tmp_path: Path, text: str, says: str) -> None:
         load_cluster(path)
     assert str(raised.value).startswith(str(path))
     assert says in str(raised.value)
+
+
+def test_a_plan_of_several_workers(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("storage: x\nplan: {shards: 2, tensor: 4}\n")
+    plan = load_cluster(path).plan
+    assert plan != "auto"
+    assert plan.plan == Plan(shards=2, tensor=4)
+    alone = load_cluster(None, ["plan={replicas: 1}", "jobs_per_worker=65"])
+    assert alone.jobs_per_worker == 65
 
 
 def test_a_local_cluster_has_a_token_that_only_its_user_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

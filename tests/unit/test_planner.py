@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 from tlora.base import Outline
 from tlora.errors import ModelError
 from tlora.plan import Plan
-from tlora.planner import EstimatedCosts, Machine, RankMemory, choose, place, plans
+from tlora.planner import EstimatedCosts, Machine, RankMemory, choose, fewest, place, plans
 from tlora.spec import AdapterSpec
 
 GIB = 1 << 30
@@ -68,6 +68,23 @@ def test_the_fastest_plan_that_fits(shape: dict, gpus: int, memory: int, fits: b
         assert best.plan == Plan(replicas=gpus)  # nothing is gathered or reduced
     elif fits:
         assert best.plan.is_spread
+
+
+def test_the_fewest_gpus_with_room() -> None:
+    outline = outline_of(**LLAMA_70B)
+
+    def plan(gpus: int, memory: int) -> Plan | None:
+        machine = Machine(gpus=gpus, memory_bytes=memory * GIB)
+        return fewest(lambda machine: costs_of(outline, machine), machine, divisor=outline.divisor)
+
+    two = plan(8, 139)
+    assert two is not None
+    assert (two.ranks, two.replicas) == (2, 1)
+    small = plan(8, 80)
+    assert small is not None
+    assert small.ranks > 2
+    assert plan(2, 80) is None
+    assert plan(8, 300) == Plan()
 
 
 def test_memory_of_a_plan() -> None:
@@ -152,3 +169,4 @@ def test_a_job_of_more_than_its_part_is_split() -> None:
     assert len(placed["huge"]) == 4
     assert len(placed["a"]) == len(placed["b"]) == 1
     assert place({"only": 5.0}, 4) == {"only": (0, 1, 2, 3)}
+    assert place({"only": 5.0}, 4, most={"only": 3}) == {"only": (0, 1, 2)}  # no more lanes than sequences

@@ -24,11 +24,15 @@ def state(
     max_workers: int = 4,
     idle_since_s: float | None = None,
     rules: Rules = Rules(),  # noqa: B008
+    width: int = 1,
 ) -> ClusterState:
     """One group `g` on base `b`, if there are workers."""
     there = tuple(one for one, _ in workers)
     groups = {"g": Group("g", "b", size or len(there), there, idle_since_s)} if there else {}
-    made = ClusterState({}, rules=rules, jobs_per_worker=2, groups=groups, max_workers=max_workers, idle_s=60.0)
+    made = ClusterState(
+        {}, rules=rules, jobs_per_worker=2, groups=groups, max_workers=max_workers, idle_s=60.0,
+        width_of=lambda base: width,
+    )  # fmt: skip
     for one in there:
         made.come(one)
     for one, names in workers:
@@ -78,6 +82,15 @@ def test_a_full_group_grows_as_far_as_the_cluster_goes() -> None:
         assert plan.sizes == sizes
     assert "every worker of its base is full, and all 1 workers" in plan.reasons["j0"]
     assert plan.demand == {"b": 3}
+
+
+def test_units_of_several_workers_grow_as_far_as_the_cluster_goes() -> None:
+    waiting = [job(f"j{n}") for n in range(20)]
+    assert schedule(state(waiting=waiting, max_workers=7, width=3), 0.0).starts == {"b": 2}
+    full = schedule(state(worker("u", "a", "c"), waiting=waiting, max_workers=5, width=3), 0.0)
+    assert not full.sizes
+    assert "all 5 workers of the cluster are taken" in full.reasons["j0"]
+    assert schedule(state(worker("u", "a", "c"), waiting=waiting, max_workers=6, width=3), 0.0).sizes == {"g": 2}
 
 
 def test_workers_that_are_coming_are_counted() -> None:

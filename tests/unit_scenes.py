@@ -1,0 +1,173 @@
+"""What the ranks of a unit do in tests: the first one is given orders by a scene, the others follow."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import toy
+
+from tlora.actors import unit
+from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
+from tlora.actors.unit import Member
+from tlora.checkpoint import STATE, JobFolder
+from tlora.data import JobData
+from tlora.errors import DataError, GroupError
+from tlora.group_trainer import GroupTrainer
+from tlora.job import State
+from tlora.parallel import Mesh
+from tlora.plan import Plan
+from tlora.resident import longest_rows
+from tlora.spec import JobSpec
+
+Scene = Callable[["Desk"], Iterator[Callable[[], Any]]]
+"""Gives orders, and says what it waits for."""
+
+
+class Desk:
+    """A scheduler's side of a unit, and what its jobs were last."""
+
+    def __init__(self, member: Member, folder: Path):
+        self.member, self.folder, self.number = member, folder, 0
+        self.seen: dict[str, JobReport] = {}
+
+    def job(self, name: str, **changes: object) -> JobSpec:
+        base = {"model": str(self.folder / "base"), "dtype": "float64"}
+        return toy.named_job(self.folder, name, base=base, **changes)
+
+    def order(self, *specs: JobSpec, drop: frozenset[str] = frozenset(), stop: bool = False) -> None:
+        self.number += 1
+        jobs = {spec.name: Order(spec.model_dump(mode="json"), 1) for spec in specs}
+        self.member.mailbox.put(Orders(self.number, jobs, drop, stop))
+
+    def look(self) -> Report:
+        report = self.member.mailbox.report()
+        self.member.mailbox.put(Orders(0), report)
+        self.seen.update(report.jobs)
+        return report
+
+    def is_at(self, name: str, step: int) -> bool:
+        return name in self.seen and self.seen[name].step >= step
+
+    def has_ended(self, name: str) -> bool:
+        return name in self.seen and self.seen[name].state.is_terminal
+
+    def is_done(self) -> bool:
+        return self.look().applied == self.number
+
+
+def play(plan: Plan, folder: Path, scene: Scene, save_every_s: float = 300.0) -> dict[str, JobReport]:
+    """One rank's part, until the scene's end; on the first, what was last said of each job."""
+    unit._TALK_S = 0.02
+    given = WorkerOptions(group="g", base=toy.named_job(folder, "a").base.model_dump(), plan=plan, device="cpu")
+    given = replace(given, base={**given.base, "dtype": "float64"}, save_every_s=save_every_s)
+    member = Member(given, 0, "node", Mesh(plan, timeout_s=20.0))
+    desk = Desk(member, folder)
+    waits = scene(desk) if member.mesh.rank == 0 else iter(())
+    seen = next(waits, None)
+    for _ in range(10_000):
+        desk.look()
+        if seen is not None and seen():
+            seen = next(waits, None)
+            if seen is None:
+                desk.order(stop=True)
+        if member.step():
+            return desk.seen
+    raise AssertionError(f"never seen: {desk.seen}")
+
+
+def come_and_go(desk: Desk) -> Iterator[Callable[[], Any]]:
+    """The first alone, then beside others; one is taken off, saved, and comes back; one is dropped."""
+    first, second, third, dropped = (desk.job(name, steps=14) for name in ("first", "second", "third", "dropped"))
+    desk.order(first)
+    yield lambda: desk.is_at("first", 2)
+    assert desk.seen["first"].lanes == tuple(range(desk.member.mesh.plan.lanes))
+    desk.order(first, second, dropped)
+    yield lambda: desk.is_at("second", 2) and desk.is_at("dropped", 1)
+    assert all(len(desk.seen[name].lanes) == 1 for name in ("first", "second", "dropped"))
+    desk.order(first, third, drop=frozenset({"dropped"}))
+    yield lambda: desk.is_done() and desk.is_at("third", 1)
+    assert JobFolder(second.folder).has_state
+    assert desk.look().jobs.keys() <= {"first", "third"}
+    desk.order(first, second, third)
+    yield lambda: all(desk.has_ended(name) for name in ("first", "second", "third"))
+    desk.order()
+    yield lambda: desk.is_done() and not desk.look().jobs
+
+
+def one_fails_where_its_data_are_not(desk: Desk) -> Iterator[Callable[[], Any]]:
+    good, bad = desk.job("good", steps=6), desk.job("bad", steps=6)
+    desk.order(good, bad)
+    yield lambda: desk.has_ended("good") and desk.has_ended("bad")
+
+
+def without_data(plan: Plan, folder: Path, rank: int) -> dict[str, JobReport]:
+    """`one_fails_…`, on ranks of which one cannot read the data of the job `bad`."""
+    read = unit.read_data
+
+    def refuse(spec: JobSpec, *arguments: Any) -> JobData:
+        if spec.name == "bad" and unit.dist.get_rank() == rank:
+            raise DataError("job bad: no such file here")
+        return read(spec, *arguments)
+
+    unit.read_data = refuse
+    try:
+        return play(plan, folder, one_fails_where_its_data_are_not)
+    finally:
+        unit.read_data = read
+
+
+def base_is_broken(desk: Desk) -> Iterator[Callable[[], Any]]:
+    """Only while the first job asks for it."""
+    (weights,) = (desk.folder / "base").glob("*.safetensors")
+    aside = weights.with_suffix(".aside")
+    weights.rename(aside)
+    desk.order(desk.job("early"))
+    yield lambda: desk.has_ended("early")
+    aside.rename(weights)
+    desk.order(desk.job("late"))
+    yield lambda: desk.has_ended("late")
+
+
+def out_of_memory(plan: Plan, folder: Path, is_least: bool) -> Report | None:
+    """One rank runs out of memory in its third tick, which may be the least that holds the longest sequence; what the
+    first told the scheduler."""
+    base = toy.named_job(folder, "a").base.model_dump()
+    given = WorkerOptions(group="g", base=base, plan=plan, device="cpu")
+    member = Member(given, 0, "node", Mesh(plan, timeout_s=20.0))
+    send, told, ticks = GroupTrainer._send_all, list[Report](), list[int]()
+
+    def refuse(trainer: GroupTrainer, *arguments: Any) -> None:
+        ticks.append(1)
+        if member.mesh.rank == 1 and trainer.jobs and len(ticks) > 2:
+            if is_least:
+                trainer.token_budget = max(longest_rows(job.data, job.per_sequence) for job in trainer.jobs.values())
+            raise torch.OutOfMemoryError("no memory")
+        send(trainer, *arguments)
+
+    def exchange(report: Report) -> Orders:
+        told.append(report)
+        return Orders(1, {"a": Order(toy.named_job(folder, "a", steps=1000).model_dump(mode="json"), 1)})
+
+    GroupTrainer._send_all = refuse  # type: ignore[method-assign]
+    try:
+        member.run(exchange)
+    except (torch.OutOfMemoryError, GroupError):
+        return next((report for report in told if report.most_rows), None)
+    finally:
+        GroupTrainer._send_all = send  # type: ignore[method-assign]
+    raise AssertionError("it went on")
+
+
+def held_elsewhere_and_saved_by_the_clock(desk: Desk) -> Iterator[Callable[[], Any]]:
+    spec = desk.job("held", steps=30, save_every=1000)
+    folder = JobFolder(spec.folder)
+    folder.open()
+    desk.order(spec)
+    yield lambda: "held" in desk.seen
+    assert desk.seen["held"].state is State.ATTACHING
+    folder.close()
+    yield lambda: (spec.folder / STATE).exists()
+    assert not desk.has_ended("held")
+    yield lambda: desk.has_ended("held")
