@@ -34,6 +34,7 @@ from tlora.local import RunOptions
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
 from tlora.sweep import Curve
+from tlora.sweep_local import LocalPlaces
 from tlora.sweep_run import SweepRun
 from tlora.sweep_spec import SweepSpec, parse_sweep
 from tlora.sweep_state import SweepState
@@ -55,7 +56,7 @@ class KnownData(SweepRun):
     data: JobData
 
     def _data(self, spec: JobSpec) -> JobData:
-        self._read[spec.data, None] = self.data
+        self._read[None] = self.data
         return self.data
 
 
@@ -157,7 +158,7 @@ def sweep(
     began_s = time.perf_counter()
     options = RunOptions(device=args.device)
     state = SweepState(spec=spec.model_dump(mode="json"))
-    run = KnownData(spec, state, options, lambda progress, tick: None, lambda: False)
+    run = KnownData(spec, state, LocalPlaces(options, spec.places))
     run.data = data
     run.run()
     print(

@@ -4,7 +4,7 @@ Called by `tlora check`, `preview` and `train`; the trainer knows nothing of fil
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +96,11 @@ def read_data(spec: JobSpec, outline: Outline, tokenizer: Any) -> JobData:
         max_positions=outline.max_positions,
         where=f"job {spec.name}",
     )
+
+
+def data_key(spec: JobSpec) -> Hashable:
+    """Jobs of one base that agree in it have the same sequences, as long as the files are the same."""
+    return spec.data, spec.seed if spec.data.eval_fraction else None
 
 
 def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOptions) -> ReadyJob:

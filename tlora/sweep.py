@@ -3,7 +3,7 @@
 A *candidate* is a job of a sweep; its position is counted in *samples*, the sequences that it has trained on. Rules
 compare like with like: losses over the same validation rows, at the same number of samples. What they decide depends on
 the candidates' own curves alone, never on when these arrive: a sweep that is killed and resumed decides the same.
-Called by `tlora.sweep_run`, which pauses what is ended here; each exit can be reversed.
+Called by whoever trains a candidate (`tlora.halting`) and by `tlora.sweep_run`; each exit can be reversed.
 """
 
 import math
@@ -259,6 +259,20 @@ class EarlyExit(Spec):
             if rule is not None and (reason := rule.judge(curve)):
                 return reason
         return None
+
+
+class Halt(Spec):
+    """Where a candidate's training stops until its sweep lets it go on: at an evaluation, for whoever trains it."""
+
+    until: Annotated[int, Field(strict=True, ge=0)] = 0
+    """Samples of the rung ahead; 0: there is none."""
+    rules: EarlyExit = EarlyExit()
+
+    def judge(self, curve: Curve, samples: int) -> str | None:
+        """At an evaluation after so many samples: why it halts there, or None."""
+        if reason := self.rules.judge_alone(curve):
+            return reason
+        return f"waits for its siblings at {samples} samples" if self.until and samples >= self.until else None
 
 
 def interval(longest: int, evaluations: int, batch_sizes: Iterable[int]) -> int:

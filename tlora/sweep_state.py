@@ -64,6 +64,10 @@ class Candidate:
     best_loss: float | None = None
     best_samples: int | None = None
 
+    def revive(self) -> None:
+        """Reverse its exit."""
+        self.status, self.reason, self.is_exempt, self.exited_at = Status.QUEUED, "", True, None
+
     @property
     def is_ranked(self) -> bool:
         """Whether it is compared with siblings from here on."""
@@ -88,6 +92,8 @@ class SweepState:
     rungs: list[int] = field(default_factory=list)
     spent_s: float = 0.0
     """Seconds in training, restarts included."""
+    gpu_s: float = 0.0
+    """Seconds of GPUs."""
     stopped: str = ""
     """Why it ended before its candidates had."""
     candidates: list[Candidate] = field(default_factory=list)

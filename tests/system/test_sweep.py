@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from tlora import sweep_run
 from tlora.errors import SpecError
-from tlora.local import RunOptions, prepare, train
+from tlora.local import Progress, RunOptions, prepare, train
 from tlora.spec import JobSpec, load_job
-from tlora.sweep_run import run_sweep
+from tlora.sweep_local import run_sweep
 from tlora.sweep_spec import SweepSpec, parse_sweep
 from tlora.sweep_state import Status
 
@@ -78,7 +78,7 @@ def test_a_sweep_ends_the_weak_and_its_winner_is_what_it_would_be_alone(
     read_data = sweep_run.read_data
     monkeypatch.setattr(sweep_run, "read_data", lambda *args: read.append(args) or read_data(*args))
 
-    def watch(progress: list[sweep_run.Progress], tick: object) -> None:
+    def watch(progress: list[Progress], tick: object) -> None:
         most.append(sum(one.record.state == "running" for one in progress))
 
     state = run_sweep(spec, OPTIONS, watch=watch)
