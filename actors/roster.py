@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora.actors.journal import Change, Entry, Journal
+from tlora.actors.journal import EMPTY, Change, Entry, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
 from tlora.capacity import Learner, Load, Tick
 from tlora.cluster import ClusterSpec
@@ -78,9 +78,9 @@ class Roster:
 
     # --- what users ask for
 
-    def submit(self, specs: Sequence[JobSpec], now_s: float) -> list[str]:
-        """Take jobs in, all or none; returns the names of those that are new. The same job again is the same job; other
-        content under its name raises StateError, which names the fields that differ."""
+    def submit(self, specs: Sequence[JobSpec], now_s: float, halts: Mapping[str, dict[str, Any]] = EMPTY) -> list[str]:
+        """Take jobs in, all or none, those in `halts` as far as it says; returns the names of those that are new. The
+        same job again is the same job; other content under its name raises StateError, which names what differs."""
         new, faults = [], []
         taken = {entry.spec["output"]: entry.name for entry in self.jobs.values()}
         for spec in map(self._placed, specs):
@@ -99,9 +99,17 @@ class Roster:
                 )
         if faults:
             raise StateError("\n".join(faults))
-        for entry in self.journal.add(new, now_s) if new else ():
+        for entry in self.journal.add(new, now_s, halts) if new else ():
             self.jobs[entry.name] = entry
         return [name for name, _ in new]
+
+    def refuse_sweep(self, name: str, folder: Path) -> None:
+        """Raise StateError if a sweep cannot have this name, or write there."""
+        if name in self.jobs:
+            raise StateError(f"sweep {name}: a job has this name. Choose another.")
+        if not self._is_ours(folder):
+            where = f"the folder of this cluster's outputs, {self.spec.output_root}"
+            raise StateError(f"sweep {name}: output {folder} lies outside of {where}.")
 
     def _placed(self, spec: JobSpec) -> JobSpec:
         """With its output below the cluster's folder of outputs, if it does not say where."""
@@ -123,18 +131,30 @@ class Roster:
         open_ones = [name for name in names if self.entry(name).state is not State.CANCELLED]
         self._wish(open_ones, State.CANCELLED, now_s, "cancelled by its user", keep=keep)
 
-    def resume(self, names: Sequence[str], now_s: float) -> None:
-        """Queue paused jobs again; one that was to be paused goes on. Others that have not ended stay as they are."""
+    def resume(self, names: Sequence[str], now_s: float, halts: Mapping[str, dict[str, Any]] = EMPTY) -> None:
+        """Queue paused jobs again, those in `halts` as far as it says; one that was to be paused goes on. Others that
+        have not ended stay as they are."""
         changes = []
         for name in names:
             entry = self.entry(name)
             if entry.state.is_terminal:
                 raise StateError(f"job {name} is {entry.state}: it cannot be resumed.")
             if entry.state is State.PAUSED:
-                changes.append(Change(name, state=State.QUEUED, reason="", place="", wish=""))
+                changes.append(Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halts.get(name)))
             elif entry.wish == State.PAUSED:
                 changes.append(Change(name, wish="", reason=""))
         self._change(changes, now_s)
+
+    def train(self, spec: JobSpec, halt: dict[str, Any], now_s: float) -> None:
+        """A sweep's candidate is to go on as far as `halt` says, from wherever it is; one that has ended stays so."""
+        self.submit([spec], now_s, {spec.name: halt})
+        if not self.entry(spec.name).state.is_terminal:
+            self.resume([spec.name], now_s, {spec.name: halt})
+
+    def explain(self, name: str, reason: str, now_s: float) -> None:
+        """Why a job that is paused stays so."""
+        if self.entry(name).state is State.PAUSED:
+            self._change([Change(name, reason=reason)], now_s)
 
     def _wish(self, names: Sequence[str], state: State, now_s: float, reason: str, *, keep: bool = True) -> None:
         changes = []
@@ -196,6 +216,9 @@ class Roster:
                 self.progress[name] = told
                 if told.state.is_terminal:
                     changes.append(Change(name, state=told.state, reason=told.reason, place="", wish=""))
+                elif told.state is State.PAUSED:  # it halts, as its sweep wished
+                    state = self._let_go(entry).state if entry.wish in (State.CANCELLED, "dropped") else State.PAUSED
+                    changes.append(Change(name, state=state, reason=told.reason, place="", wish="", halt={}))
                 elif told.state is State.RUNNING and entry.state is State.ATTACHING:
                     changes.append(Change(name, state=State.RUNNING))
             elif entry.wish and seen.orders and name not in seen.orders.jobs and report.applied >= seen.orders.number:
@@ -210,7 +233,7 @@ class Roster:
 
     def _orders(self, seen: _Seen) -> Orders:
         mine = [entry for entry in self.jobs.values() if entry.place == seen.report.worker]
-        jobs = {entry.name: Order(entry.spec, entry.attempt) for entry in mine if not entry.wish}
+        jobs = {entry.name: Order(entry.spec, entry.attempt, entry.halt) for entry in mine if not entry.wish}
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
         shares = {name: self._shares[name] for name in jobs if name in self._shares}
         before = seen.orders
@@ -396,6 +419,7 @@ class Roster:
             "group": seen.report.group if seen else "",
             "worker": entry.place[:8],
             "attempt": entry.attempt,
+            "halts": bool(entry.halt),
             "share": entry.spec["share"],
             "step": told.step if told else 0,
             "num_steps": told.num_steps if told else 0,

@@ -16,16 +16,19 @@ from typing import Any
 import ray
 
 import tlora
-from tlora.actors import group
+from tlora.actors import group, sweeps
 from tlora.actors.journal import Journal
 from tlora.actors.messages import Orders, Report, WorkerOptions
 from tlora.actors.metrics import Metrics
 from tlora.actors.names import NAMESPACE, SCHEDULER
+from tlora.actors.register import Register
 from tlora.actors.roster import GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError
+from tlora.job import State
 from tlora.scheduling import Plan, schedule
 from tlora.spec import BaseSpec, parse_job
+from tlora.sweep_spec import parse_sweep
 
 log = logging.getLogger("tlora")
 _PLAN_S = 0.2
@@ -45,6 +48,7 @@ class Scheduler:
         self._lock = threading.RLock()
         journal = Journal(Path(self._spec.state).expanduser() / "journal.db", self._spec.storage)
         self._roster = Roster(self._spec, journal, time.time())
+        self._sweeps = Register(self._spec.output_root)
         self._starting: set[str] = set()
         self._not_before_s: dict[str, float] = {}
         """Bases whose group did not start, and when to try again."""
@@ -68,24 +72,61 @@ class Scheduler:
         return os.getpid()
 
     def submit(self, specs: Sequence[dict[str, Any]]) -> list[str]:
+        jobs = [parse_job(spec) for spec in specs]
         with self._lock:
-            return self._roster.submit([parse_job(spec) for spec in specs], time.time())
+            if taken := {job.name for job in jobs} & set(self._sweeps.names()):
+                raise StateError(f"job {min(taken)}: a sweep has this name. Choose another.")
+            return self._roster.submit(jobs, time.time())
+
+    def sweep(self, spec: dict[str, Any]) -> bool:
+        """Take a sweep in; whether there was anything to do."""
+        sweep = parse_sweep(spec)
+        with self._lock:
+            self._roster.refuse_sweep(sweep.name, self._sweeps.placed(sweep).folder)
+            is_new = self._sweeps.submit(sweep, time.time())
+        sweeps.start(self._spec.output_root, counts_gpus=bool(self._spec.gpus_per_worker))
+        return is_new
+
+    def train(self, spec: dict[str, Any], halt: dict[str, Any]) -> None:
+        with self._lock:
+            self._roster.train(parse_job(spec), halt, time.time())
+
+    def explain(self, name: str, reason: str) -> None:
+        with self._lock:
+            self._roster.explain(name, reason, time.time())
 
     def pause(self, names: Sequence[str]) -> None:
         with self._lock:
-            self._roster.pause(names, time.time())
+            self._roster.pause(self._want(names, State.PAUSED), time.time())
 
     def resume(self, names: Sequence[str]) -> None:
         with self._lock:
-            self._roster.resume(names, time.time())
+            self._roster.resume(self._want(names, State.RUNNING), time.time())
 
     def cancel(self, names: Sequence[str], keep: bool) -> None:
         with self._lock:
-            self._roster.cancel(names, time.time(), keep=keep)
+            self._roster.cancel(self._want(names, State.CANCELLED), time.time(), keep=keep)
+
+    def _want(self, names: Sequence[str], state: State) -> list[str]:
+        """Write down what is asked of sweeps; returns the names of jobs."""
+        known = set(self._sweeps.names()) if names else set()
+        jobs = [name for name in names if name not in known]
+        for name in jobs:
+            self._roster.entry(name)
+        for name in names:
+            if name in known:
+                self._sweeps.want(name, state)
+        if len(jobs) < len(names):
+            sweeps.start(self._spec.output_root, counts_gpus=bool(self._spec.gpus_per_worker))
+        return jobs
 
     def status(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """One mapping a job or sweep: all sweeps first, or in the order of the names."""
         with self._lock:
-            return self._roster.status(names)
+            known = self._sweeps.names()
+            if names is None:
+                return [*map(self._sweeps.status, known), *self._roster.status()]
+            return [self._sweeps.status(name) if name in known else self._roster.status([name])[0] for name in names]
 
     def spec(self, name: str) -> dict[str, Any]:
         """A job's own, as it was submitted."""
@@ -127,6 +168,7 @@ class Scheduler:
         with self._lock:
             self._is_closed = True
             self._roster.let_go_of_all(time.time())
+        sweeps.stop()
         deadline_s = time.monotonic() + _CLOSE_S
         while time.monotonic() < deadline_s and self._is_busy():
             time.sleep(_PLAN_S)
@@ -143,6 +185,8 @@ class Scheduler:
     # --- the plan
 
     def _run(self) -> None:
+        if any(map(self._sweeps.is_open, self._sweeps.names())):  # of a cluster before this one
+            sweeps.start(self._spec.output_root, counts_gpus=bool(self._spec.gpus_per_worker))
         while not self._is_closed:
             try:
                 self._adopt()

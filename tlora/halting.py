@@ -20,7 +20,8 @@ def curve_of(job: ResidentJob) -> Curve:
     """What it has measured so far."""
     folder = job.spec.folder
     rows = read_metrics(folder) if (folder / METRICS).exists() else []
-    return Curve.of(rows, len(job.data.train), job.spec.batch_size, len(job.data.eval))
+    spec = job.spec
+    return Curve.of(rows, len(job.data.train), spec.batch_size, len(job.data.eval), spec.objective)
 
 
 class Halts:

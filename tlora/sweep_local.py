@@ -63,7 +63,7 @@ def run_sweep(
             lambda: "it was stopped" if stopped() else None,
         )
         if state is not None:
-            state.refuse_changes(spec)
+            state.take(spec)
         sweep.change(revive, fork)
         sweep.run()
         return sweep.state
@@ -110,7 +110,8 @@ class LocalPlaces:
 
     def step(self) -> list[News]:
         trainer = self._made
-        assert trainer is not None
+        if trainer is None:
+            return []
         if not (news := self._halting(trainer)):
             if trainer.jobs:
                 tick = trainer.tick()

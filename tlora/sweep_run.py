@@ -22,7 +22,7 @@ from tlora.resident import ResidentJob, digest
 from tlora.spec import JobSpec, override
 from tlora.sweep import Curve, Halt, interval, samples_at
 from tlora.sweep_report import write_results
-from tlora.sweep_spec import SweepSpec, Values, as_number, configure, draw
+from tlora.sweep_spec import SweepSpec, Values, as_number, draw
 from tlora.sweep_state import Candidate, Status, SweepState
 from tlora.tracking import METRICS, read_metrics
 
@@ -79,8 +79,8 @@ class SweepRun:
     ):
         """`stopped`: why it is to stop, once it is."""
         self.spec, self.state, self.places, self._stopped = spec, state, places, stopped
-        self._base = spec.candidate(0, configure(spec.space, dict.fromkeys(spec.space, 0.0))).base
-        self._outline, self._tokenizer = Outline.load(self._base), load_tokenizer(self._base)
+        base = spec.first.base
+        self._outline, self._tokenizer = Outline.load(base), load_tokenizer(base)
         self._read: dict[Hashable, JobData] = {}
         self._counted_s = self._saved_s = time.monotonic()
 
@@ -102,6 +102,7 @@ class SweepRun:
         """Until all candidates have ended, the budget is spent, or it is stopped; then write what came out."""
         self._counted_s = time.monotonic()
         try:
+            self._note(self.places.step())  # of those whose user has let them go on meanwhile
             while not self.state.stopped:
                 if not any(one.status.is_open for one in self.state.candidates):
                     drawn = draw(self.spec, [one.values for one in self.state.drawn], self.state.results)
@@ -176,7 +177,7 @@ class SweepRun:
         spec = self._spec_of(one)
         rows = read_metrics(spec.folder) if (spec.folder / METRICS).exists() else []
         data = self._data(spec)
-        return Curve.of(rows, len(data.train), spec.batch_size, len(data.eval))
+        return Curve.of(rows, len(data.train), spec.batch_size, len(data.eval), spec.objective)
 
     def _train(self) -> None:
         """Until nobody trains and nobody can join."""
