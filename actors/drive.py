@@ -20,7 +20,7 @@ from tlora.job import State
 from tlora.spec import JobSpec
 from tlora.sweep import Halt, samples_at
 from tlora.sweep_run import News, SweepRun
-from tlora.sweep_spec import parse_sweep
+from tlora.sweep_spec import SweepSpec, parse_sweep
 from tlora.sweep_state import Status, SweepState
 from tlora.tracking import METRICS, read_metrics
 
@@ -77,7 +77,8 @@ class Drive:
 
     def _tell(self, state: SweepState, wish: Wish, now: State, reason: str = "") -> None:
         self._told_s = time.monotonic()
-        self._register.tell(self._name, row_of(state, wish.number, now, reason, time.time()))
+        halving = SweepSpec.model_validate(wish.spec).early_exit.halving
+        self._register.tell(self._name, row_of(state, halving, wish.number, now, reason, time.time()))
 
 
 class ClusterPlaces:

@@ -8,11 +8,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlora.errors import StateError
 from tlora.files import atomic_path
 from tlora.job import State
+from tlora.sweep import Halving
+from tlora.sweep_order import ahead
 from tlora.sweep_spec import SweepSpec
 from tlora.sweep_state import SweepState, refuse_changes, statuses
 
@@ -41,8 +43,23 @@ class Row:
     num_candidates: int = 0
     best_loss: float | None = None
     changed_s: float = 0.0
-    expected: dict[str, float] = field(default_factory=dict)
-    """Samples that each open candidate is expected to take yet."""
+    ahead: dict[str, tuple[float, float, int]] = field(default_factory=dict)
+    """Of each candidate that has not ended, samples: those that it is expected to take yet, those to its end without an
+    exit, and those after which this was said."""
+
+
+class Foretold(NamedTuple):
+    """What a sweep expects of a candidate, in samples, after so many."""
+
+    sweep: str
+    expected: float
+    way: float
+    samples: int
+
+    def steps(self, step: int, batch: int) -> tuple[float, float]:
+        """Expected yet, and to its end, now that it has taken `step` steps of `batch` sequences."""
+        done = max(step * batch - self.samples, 0)
+        return max((self.expected - done) / batch, 1.0), max((self.way - done) / batch, 1.0)
 
 
 class Register:
@@ -73,6 +90,15 @@ class Register:
 
     def tell(self, name: str, row: Row) -> None:
         self._write(f"{name}{_ROW}", asdict(row))
+
+    def ahead(self) -> dict[str, "Foretold"]:
+        """What is expected of the candidates of all open sweeps, by name."""
+        rows = {name: row for name in self.names() if (row := self.row(name)) and row.state is State.RUNNING}
+        return {
+            candidate: Foretold(name, *numbers)
+            for name, row in rows.items()
+            for candidate, numbers in row.ahead.items()
+        }
 
     def placed(self, spec: SweepSpec) -> SweepSpec:
         """With its output below the cluster's folder of outputs, if it does not say where."""
@@ -134,11 +160,14 @@ class Register:
             path.write_text(json.dumps(values), encoding="utf-8")
 
 
-def row_of(state: SweepState, number: int, now: State, reason: str, now_s: float) -> Row:
+def row_of(state: SweepState, halving: Halving | None, number: int, now: State, reason: str, now_s: float) -> Row:
     """What a sweep's record says of it in one line."""
     leader = state.leader
     best = f"; best {leader.name} with {leader.best_loss:.4f}" if leader else ""
     text = "; ".join(filter(None, (reason, f"{statuses(state.candidates)}{best}" if state.candidates else "")))
     ended = sum(not one.status.is_open for one in state.candidates)
     loss = leader.best_loss if leader else None
-    return Row(number, now, text, ended, len(state.candidates), loss, now_s)
+    coming = {
+        name: (before.expected, before.way, state[name].samples) for name, before in ahead(state, halving).items()
+    }
+    return Row(number, now, text, ended, len(state.candidates), loss, now_s, coming)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tlora.actors.journal import EMPTY, Change, Entry, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
+from tlora.actors.register import Foretold
 from tlora.capacity import Learner, Load, Tick
 from tlora.cluster import ClusterSpec
 from tlora.errors import StateError
@@ -68,6 +69,8 @@ class Roster:
         self.workers: dict[str, _Seen] = {}
         self.learners: dict[str, Learner] = {}
         """What is known of each base's ticks."""
+        self.foretold: Mapping[str, Foretold] = {}
+        """Of candidates of sweeps."""
         self._shares: dict[str, float] = {}
         """Of each tick, by job, as planned."""
         self._dismissed: set[str] = set()
@@ -300,13 +303,19 @@ class Roster:
         )
         for worker in workers.values():
             state.come(worker)
+        jobs = {
+            entry.name: self._job(entry)
+            for entry in self.jobs.values()
+            if entry.place in workers or entry.state is State.QUEUED or entry.name in self.foretold
+        }
+        state.rank(job for job in jobs.values() if job.sweep)
         for entry in self.jobs.values():
             if entry.place in workers:
-                state.keep(self._job(entry), workers[entry.place])
+                state.keep(jobs[entry.name], workers[entry.place])
         state.settle(now_s)
         for entry in self.jobs.values():
             if entry.state is State.QUEUED:
-                state.submit(self._job(entry), is_new=entry.name not in self.waits)
+                state.submit(jobs[entry.name], is_new=entry.name not in self.waits)
         return state
 
     def _job(self, entry: Entry) -> Job:
@@ -315,6 +324,10 @@ class Roster:
         length, steps = spec["data"]["max_length"], spec["steps"] or _UNKNOWN_STEPS
         if told and told.step and told.tokens:
             length = min(length, max(round(told.tokens / told.step / spec["batch_size"]), 1))
+        remaining = float(max((told.num_steps or steps) - told.step, 1) if told else steps)
+        way, foretold = remaining, self.foretold.get(entry.name)
+        if foretold is not None:
+            remaining, way = foretold.steps(told.step if told else 0, spec["batch_size"])
         return Job(
             entry.name,
             base_key(spec["base"]),
@@ -323,7 +336,9 @@ class Roster:
             bound=spec.get("max_slowdown", 3.0),
             priority=spec.get("priority", 0),
             user=spec.get("user", ""),
-            remaining=float(max((told.num_steps or steps) - told.step, 1) if told else steps),
+            remaining=remaining,
+            sweep=foretold.sweep if foretold else "",
+            way=way,
             can_split=False,
             can_move=entry.state is State.RUNNING and not entry.wish,
         )

@@ -33,6 +33,7 @@ from tlora.sweep_spec import parse_sweep
 log = logging.getLogger("tlora")
 _PLAN_S = 0.2
 _PUBLISH_S = 2.0
+_FORETELL_S = 1.0
 _FLUSH_S = 5.0
 _AGAIN_S = 10.0
 _ASK_S = 5.0
@@ -57,7 +58,7 @@ class Scheduler:
         self._unadopted: set[str] | None = None
         self._is_closed = False
         self._metrics = Metrics()
-        self._published_s = self._flushed_s = self._asked_s = 0.0
+        self._published_s = self._flushed_s = self._asked_s = self._foretold_s = 0.0
         threading.Thread(target=self._run, daemon=True, name="tlora-plan").start()
 
     # --- front doors
@@ -224,6 +225,8 @@ class Scheduler:
             now_s = time.time()
             roster = self._roster
             roster.lose_silent(now_s)
+            if now_s - self._foretold_s > _FORETELL_S:
+                self._foretold_s, roster.foretold = now_s, self._sweeps.ahead()
             plan = schedule(roster.cluster_state(now_s, draining), now_s)
             roster.take_places(plan, now_s)
             self._resize(plan)

@@ -23,7 +23,7 @@ from tlora.data import load_tokenizer
 from tlora.errors import JobError, StateError, TloraError
 from tlora.halting import Halts
 from tlora.job import JobRecord, State
-from tlora.local import read_data
+from tlora.local import Library
 from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
@@ -99,6 +99,7 @@ class Worker:
         self._coming: dict[str, _Coming] = {}
         self._ended: dict[str, JobReport] = {}
         self._saved_s: dict[str, float] = {}
+        self._library = Library()
         self._halts = Halts()
         self._halting: set[str] = set()
         """Of those that leave: candidates that have come as far as they were to."""
@@ -215,7 +216,7 @@ class Worker:
 
     def _prepare(self, trainer: Trainer, spec: JobSpec) -> ResidentJob:
         """In the reader's thread."""
-        data = read_data(spec, trainer.supermodel.outline, self._tokenizer)
+        data = self._library.read(spec, trainer.supermodel.outline, self._tokenizer)
         if self.options.token_budget:
             trainer.refuse_longer(spec, data)
         return trainer.prepare(spec, data, resume=True, record=JobRecord(spec.name), tokenizer=self._tokenizer)

@@ -10,6 +10,7 @@ import torch
 import toy
 from safetensors.torch import load_file
 
+from tlora import local
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
 from tlora.actors.worker import Worker
 from tlora.checkpoint import STATE, JobFolder, read_meta, save_state
@@ -32,9 +33,16 @@ class Desk:
             WorkerOptions(group="g", base=base, deterministic=True, device="cpu", **options), 0, "node"
         )
 
-    def order(self, *specs: JobSpec, attempt: int = 1, drop: frozenset[str] = frozenset(), stop: bool = False) -> None:
+    def order(
+        self,
+        *specs: JobSpec,
+        attempt: int = 1,
+        drop: frozenset[str] = frozenset(),
+        stop: bool = False,
+        halt: dict[str, Any] | None = None,
+    ) -> None:
         self.number += 1
-        jobs = {spec.name: Order(spec.model_dump(mode="json"), attempt) for spec in specs}
+        jobs = {spec.name: Order(spec.model_dump(mode="json"), attempt, halt or {}) for spec in specs}
         self.worker.mailbox.put(Orders(self.number, jobs, drop, stop))
 
     def until(self, seen: Callable[[Report], bool], most: int = 2000) -> Report:
@@ -290,3 +298,33 @@ def test_a_job_that_is_called_back_before_it_came_lets_its_folder_go(
     go_on.set()
     desk.order(spec, attempt=2)
     assert desk.ends("a").state is State.FINISHED
+
+
+def test_a_candidate_halts_at_its_rung_and_goes_on_as_if_it_had_not(desk: Desk) -> None:
+    """To the step, also in a worker that takes it up from there."""
+    spec = toy.named_job(desk.folder, "a", steps=8, eval_every=2, save_every=100, batch_size=2)
+    desk.order(spec, halt={"until": 7})
+    for attempt in (1, 2):
+        report = desk.until(lambda report: report.jobs["a"].state is State.PAUSED).jobs["a"]
+        assert (report.step, report.reason) == (4, "waits for its siblings at 8 samples")
+        assert read_meta(spec.folder)["step"] == 4
+        desk.order()
+        desk.until(lambda report: not report.jobs)
+        desk.order(spec, attempt=attempt + 1, halt={"until": 7} if attempt == 1 else {})
+    assert desk.ends("a").step == 8
+    assert same(adapter(spec), alone(spec))
+
+
+def test_rows_are_read_once_for_jobs_that_share_them(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, read_data = [], local.read_data
+    monkeypatch.setattr(local, "read_data", lambda spec, *rest: read.append(spec.name) or read_data(spec, *rest))
+    data = {"path": str(desk.folder / "rows.jsonl")}
+    first, second, third = (toy.named_job(desk.folder, name, data=data, steps=200) for name in ("a", "b", "c"))
+    desk.order(first, second)
+    desk.until(lambda report: all(report.jobs[name].step for name in ("a", "b") if name in report.jobs))
+    assert read == ["a"]
+    with (desk.folder / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "say", "completion": "more"}\n')
+    desk.order(first, second, third)
+    desk.until(lambda report: report.jobs["c"].step > 0)
+    assert read == ["a", "c"]  # the file has changed
