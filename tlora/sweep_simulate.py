@@ -69,9 +69,7 @@ class SweepSimulator(Simulator):
 
     def _weight(self, sweep: KnownSweep, one: Candidate) -> float:
         """Steps as long as training alone takes, over those of training and the evaluations between."""
-        load = sweep.loads[one.name]
-        curve = sweep.curves[one.name]
-        return 1.0 + _FORWARD * curve.num_validation * len(curve.evaluated) / max(one.total, load.batch)
+        return 1.0 + _FORWARD * sweep.curves[one.name].num_validation / sweep.every
 
     def _submit(self, name: str, now_s: float) -> None:
         if name not in self._sweep_of:

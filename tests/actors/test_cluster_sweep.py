@@ -22,13 +22,15 @@ def state_of(client: Client, name: str) -> str:
     return str(client.status([name])[0]["state"])
 
 
-@pytest.mark.parametrize("client", [{"jobs_per_worker": 8}], indirect=True)
+@pytest.mark.parametrize("client", [{"jobs_per_worker": 8, "idle_s": 60.0}], indirect=True)
 def test_killed_with_its_cluster_a_sweep_ends_as_on_one_machine(client: Client, tmp_path: Path) -> None:
     """kill -9 of its driver and of the scheduler, beside a plain job: the same leaderboard and winner."""
     toy.write_sweep(tmp_path)
-    alone = toy.sweep(tmp_path, output=str(tmp_path / "alone"))
+    rules = {"evaluations": 16, "halving": {"warmup": 0.125, "margin": 0, "most": 1}}
+    few = {"budget": {"configurations": 4}, "early_exit": rules}
+    alone = toy.sweep(tmp_path, **few, output=str(tmp_path / "alone"))
     run_sweep(alone, RunOptions(device="cpu", deterministic=True))
-    spec = toy.sweep(tmp_path)
+    spec = toy.sweep(tmp_path, **few)
     plain = toy.named_job(tmp_path, "plain", steps=20, save_every=20)
     assert client.sweep(spec)
     assert not client.sweep(spec)
@@ -36,15 +38,15 @@ def test_killed_with_its_cluster_a_sweep_ends_as_on_one_machine(client: Client, 
     with pytest.raises(StateError, match="job s: a sweep has this name"):
         client.submit([toy.named_job(tmp_path, "s")])
     with pytest.raises(SpecError, match="holds a sweep with other settings: sampler"):
-        client.sweep(toy.sweep(tmp_path, sampler={"seed": 5}))
+        client.sweep(toy.sweep(tmp_path, **few, sampler={"seed": 5}))
 
     def steps() -> int:
         return sum(row["step"] for row in client.status() if row["name"].startswith("s-"))
 
-    toy.until(lambda: steps() > 20)
+    toy.until(lambda: steps() > 4)
     driver = ray.get_actor(SWEEPS, namespace=NAMESPACE)
     os.kill(ray.get(driver.process_id.remote()), signal.SIGKILL)
-    toy.until(lambda: steps() > 50)
+    toy.until(lambda: steps() > 20)
     ray.kill(ray.get_actor("tlora-scheduler", namespace=NAMESPACE), no_restart=False)
 
     (row, _) = client.wait(["s", "plain"])
@@ -66,7 +68,7 @@ def test_killed_with_its_cluster_a_sweep_ends_as_on_one_machine(client: Client, 
     toy.until(lambda: SweepState.load(spec.folder)[exited[0]].status is Status.FINISHED)
 
 
-@pytest.mark.parametrize("client", [{"max_workers": 1}], indirect=True)
+@pytest.mark.parametrize("client", [{"max_workers": 1, "idle_s": 60.0}], indirect=True)
 def test_a_sweep_is_paused_extended_and_cancelled(client: Client, tmp_path: Path) -> None:
     """It goes on with the next `up`, and what it leaves can be resumed as the jobs that they are."""
     toy.write_sweep(tmp_path)

@@ -124,8 +124,8 @@ def test_a_state_is_read_as_it_was_written_and_damage_is_seen(tmp_path: Path) ->
     assert SweepState.load(tmp_path) == state
     assert SweepState.load(tmp_path / "other") is None
     with pytest.raises(SpecError, match=r"space: .* was, .* is asked"):
-        state.refuse_changes(sweep(space={"optim.lr": [1e-3]}))
-    state.refuse_changes(sweep(budget={"configurations": 99}, places=3))
+        state.take(sweep(space={"optim.lr": [1e-3]}))
+    state.take(sweep(budget={"configurations": 99}, places=3))
     (tmp_path / "sweep.json").write_text((tmp_path / "sweep.json").read_text()[:-40])
     with pytest.raises(CheckpointError, match="is damaged"):
         SweepState.load(tmp_path)
