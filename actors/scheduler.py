@@ -41,7 +41,8 @@ _CLOSE_S = 600.0
 
 
 class Scheduler:
-    """Methods are called from many threads; each holds the lock while it reads or changes the roster."""
+    """Methods are called from many threads; each holds the lock while it reads or changes the roster, and not while it
+    waits for the folder of outputs."""
 
     def __init__(self, spec: dict[str, Any]):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -49,7 +50,7 @@ class Scheduler:
         self._lock = threading.RLock()
         journal = Journal(Path(self._spec.state).expanduser() / "journal.db", self._spec.storage)
         self._roster = Roster(self._spec, journal, time.time())
-        self._sweeps = Register(self._spec.output_root)
+        self._sweeps, self._wishing = Register(self._spec.output_root), threading.Lock()
         self._starting: set[str] = set()
         self._not_before_s: dict[str, float] = {}
         """Bases whose group did not start, and when to try again."""
@@ -74,9 +75,9 @@ class Scheduler:
 
     def submit(self, specs: Sequence[dict[str, Any]]) -> list[str]:
         jobs = [parse_job(spec) for spec in specs]
+        if taken := {job.name for job in jobs} & set(self._sweeps.names()):
+            raise StateError(f"job {min(taken)}: a sweep has this name. Choose another.")
         with self._lock:
-            if taken := {job.name for job in jobs} & set(self._sweeps.names()):
-                raise StateError(f"job {min(taken)}: a sweep has this name. Choose another.")
             return self._roster.submit(jobs, time.time())
 
     def sweep(self, spec: dict[str, Any]) -> bool:
@@ -84,8 +85,9 @@ class Scheduler:
         sweep = parse_sweep(spec)
         with self._lock:
             self._roster.refuse_sweep(sweep.name, self._sweeps.placed(sweep).folder)
+        with self._wishing:
             is_new = self._sweeps.submit(sweep, time.time())
-        sweeps.start(self._spec.output_root, counts_gpus=bool(self._spec.gpus_per_worker))
+        self._drive()
         return is_new
 
     def train(self, spec: dict[str, Any], halt: dict[str, Any]) -> None:
@@ -97,37 +99,44 @@ class Scheduler:
             self._roster.explain(name, reason, time.time())
 
     def pause(self, names: Sequence[str]) -> None:
+        jobs = self._want(names, State.PAUSED)
         with self._lock:
-            self._roster.pause(self._want(names, State.PAUSED), time.time())
+            self._roster.pause(jobs, time.time())
 
     def resume(self, names: Sequence[str]) -> None:
+        jobs = self._want(names, State.RUNNING)
         with self._lock:
-            self._roster.resume(self._want(names, State.RUNNING), time.time())
+            self._roster.resume(jobs, time.time())
 
     def cancel(self, names: Sequence[str], keep: bool) -> None:
+        jobs = self._want(names, State.CANCELLED)
         with self._lock:
-            self._roster.cancel(self._want(names, State.CANCELLED), time.time(), keep=keep)
+            self._roster.cancel(jobs, time.time(), keep=keep)
 
     def _want(self, names: Sequence[str], state: State) -> list[str]:
         """Write down what is asked of sweeps; returns the names of jobs."""
-        known = set(self._sweeps.names()) if names else set()
+        known = set(self._sweeps.names())
         jobs = [name for name in names if name not in known]
-        for name in jobs:
-            self._roster.entry(name)
-        for name in names:
-            if name in known:
-                self._sweeps.want(name, state)
+        with self._lock:
+            for name in jobs:
+                self._roster.entry(name)
         if len(jobs) < len(names):
-            sweeps.start(self._spec.output_root, counts_gpus=bool(self._spec.gpus_per_worker))
+            with self._wishing:
+                for name in known.intersection(names):
+                    self._sweeps.want(name, state)
+            self._drive()
         return jobs
+
+    def _drive(self) -> None:
+        sweeps.start(self._spec.output_root, counts_gpus=bool(self._spec.gpus_per_worker))
 
     def status(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """One mapping a job or sweep: all sweeps first, or in the order of the names."""
+        found = {name: self._sweeps.status(name) for name in self._sweeps.names() if names is None or name in names}
         with self._lock:
-            known = self._sweeps.names()
             if names is None:
-                return [*map(self._sweeps.status, known), *self._roster.status()]
-            return [self._sweeps.status(name) if name in known else self._roster.status([name])[0] for name in names]
+                return [*found.values(), *self._roster.status()]
+            return [found[name] if name in found else self._roster.status([name])[0] for name in names]
 
     def spec(self, name: str) -> dict[str, Any]:
         """A job's own, as it was submitted."""
@@ -187,7 +196,7 @@ class Scheduler:
 
     def _run(self) -> None:
         if any(map(self._sweeps.is_open, self._sweeps.names())):  # of a cluster before this one
-            sweeps.start(self._spec.output_root, counts_gpus=bool(self._spec.gpus_per_worker))
+            self._drive()
         while not self._is_closed:
             try:
                 self._adopt()
@@ -219,14 +228,16 @@ class Scheduler:
         if time.monotonic() - self._flushed_s > _FLUSH_S:
             self._roster.journal.flush()
             self._flushed_s = time.monotonic()
+        foretold = self._roster.foretold
+        if time.monotonic() - self._foretold_s > _FORETELL_S:
+            self._foretold_s, foretold = time.monotonic(), self._sweeps.ahead()
         with self._lock:
             if self._is_closed:
                 return
             now_s = time.time()
             roster = self._roster
             roster.lose_silent(now_s)
-            if now_s - self._foretold_s > _FORETELL_S:
-                self._foretold_s, roster.foretold = now_s, self._sweeps.ahead()
+            roster.foretold = foretold
             plan = schedule(roster.cluster_state(now_s, draining), now_s)
             roster.take_places(plan, now_s)
             self._resize(plan)

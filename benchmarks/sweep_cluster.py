@@ -40,7 +40,7 @@ from tlora.sweep_state import SweepState
 from tlora.traces import TraceJob
 from tlora.tracking import read_metrics
 
-WORKERS, PLAIN = 2, 4
+WORKERS, SEATS, PLAIN = 2, 16, 4
 SPACE = {"optim.lr": {"log_uniform": [1e-4, 1e-1]}, "adapter.rank": [2, 8, 16], "batch_size": [4, 8]}
 
 
@@ -89,7 +89,7 @@ class Bench:
 
     def run(self) -> tuple[float, float, float]:
         """Seconds: all at once, as the simulator has it, and the sweeps one after the other."""
-        settings = {"gpus_per_worker": 0, "max_workers": WORKERS, "jobs_per_worker": 64, "idle_s": 600.0}
+        settings = {"gpus_per_worker": 0, "max_workers": WORKERS, "jobs_per_worker": SEATS, "idle_s": 600.0}
         connect(ClusterSpec(storage=str(self.folder), state=str(self.folder / "state"), **settings))
         client, epochs = Client(), self.arguments.epochs
         self.warm(client)
@@ -104,12 +104,13 @@ class Bench:
         return together, self.foretell(sweeps, jobs), in_turn
 
     def warm(self, client: Client) -> None:
-        """Both workers, with ticks of many sizes."""
-        jobs = [self.job(f"warm{n}", batch_size=2 ** (n % 5), steps=60, max_slowdown=1.0) for n in range(8)]
+        """Both workers, with ticks of many sizes: what is not measured yet fills the seats of one first."""
+        jobs = [self.job(f"warm{n}", batch_size=2 ** (n % 5), steps=16 + 4 * n) for n in range(SEATS + 2)]
         client.submit(jobs)
         rows = client.wait([job.name for job in jobs])
         assert all(row["state"] == State.FINISHED for row in rows), rows
-        print(f"{len(client.workers())} workers are warm", flush=True)
+        assert len(client.workers()) == WORKERS, client.workers()
+        print("both workers are warm", flush=True)
 
     def time(self, client: Client, sweeps: Sequence[SweepSpec], jobs: Sequence[JobSpec]) -> float:
         began_s = time.monotonic()

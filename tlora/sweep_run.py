@@ -181,6 +181,8 @@ class SweepRun:
 
     def _train(self) -> None:
         """Until nobody trains and nobody can join."""
+        if self._is_over():
+            return
         self._settle([])
         while self.places.names() and not self._is_over():
             news = self.places.step()

@@ -8,7 +8,7 @@ import pytest
 
 from tlora.errors import CheckpointError, SpecError
 from tlora.sweep import Reading
-from tlora.sweep_spec import Result, draw, load_sweep, parse_sweep
+from tlora.sweep_spec import Result, draw, is_sweep, load_sweep, parse_sweep
 from tlora.sweep_state import Candidate, SweepState
 
 JOB = {"base": {"model": "m"}, "data": {"path": "rows", "eval_path": "held-out"}}
@@ -111,6 +111,9 @@ def test_a_space_that_is_too_small_is_refused() -> None:
 def test_a_file_is_named_after_itself(tmp_path: Path) -> None:
     file = tmp_path / "rates.yaml"
     file.write_text("job: {base: {model: m}, data: {path: p, eval_path: q}}\nspace: {optim.lr: [1e-4, 1.0e-3]}\n")
+    job = tmp_path / "job.yaml"
+    job.write_text("base: {model: m}\n")
+    assert (is_sweep(file), is_sweep(job), is_sweep(tmp_path / "none.yaml")) == (True, False, False)
     spec = load_sweep(file, ["budget.configurations=2"])
     assert (spec.name, spec.output, spec.num_configurations) == ("rates", "outputs/rates", 2)
     assert {one["optim.lr"] for one in draw(spec, [], [])} == {1e-4, 1e-3}  # YAML takes 1e-4 for a text
