@@ -165,9 +165,11 @@ def row_of(state: SweepState, halving: Halving | None, number: int, now: State, 
     leader = state.leader
     best = f"; best {leader.name} with {leader.best_loss:.4f}" if leader else ""
     text = "; ".join(filter(None, (reason, f"{statuses(state.candidates)}{best}" if state.candidates else "")))
-    ended = sum(not one.status.is_open for one in state.candidates)
-    loss = leader.best_loss if leader else None
     coming = {
         name: (before.expected, before.way, state[name].samples) for name, before in ahead(state, halving).items()
     }
+    if coming and now is State.RUNNING:
+        text += f"; about {sum(expected for expected, _, _ in coming.values()):,.0f} samples to go"
+    ended = sum(not one.status.is_open for one in state.candidates)
+    loss = leader.best_loss if leader else None
     return Row(number, now, text, ended, len(state.candidates), loss, now_s, coming)
