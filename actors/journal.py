@@ -12,12 +12,13 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import RLock
+from types import MappingProxyType
 from typing import Any
 
 from pyarrow.fs import FileSelector, FileSystem, LocalFileSystem
@@ -27,6 +28,7 @@ from tlora.files import atomic_path
 from tlora.job import JobRecord, State
 
 log = logging.getLogger("tlora")
+EMPTY: Mapping[str, dict[str, Any]] = MappingProxyType({})
 _OBJECT = re.compile(r"\d{16}-[0-9a-f]{16}\.json")
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 """They show an object only once it is whole, and cannot rename one."""
@@ -49,7 +51,7 @@ PRAGMA user_version = 1
 class Entry:
     """A job as it last was. `attempt` is raised at each placement: what is said of an earlier one is stale. `place` is
     empty for nowhere. `wish`: what its worker is still to do. `numbers`: its steps, tokens and losses, when it last
-    left a place."""
+    left a place. `halt`: where a sweep's candidate stops next, until it has."""
 
     name: str
     spec: dict[str, Any]
@@ -61,6 +63,7 @@ class Entry:
     changed_s: float = 0.0
     wish: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
+    halt: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Change:
     spec: dict[str, Any] | None = None
     wish: str | None = None
     numbers: dict[str, Any] | None = None
+    halt: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +140,18 @@ class Journal:
         """Whether something is not in the storage yet."""
         return bool(self._rows("SELECT 1 FROM outbox LIMIT 1"))
 
-    def add(self, specs: Sequence[tuple[str, dict[str, Any]]], now_s: float) -> list[Entry]:
+    def add(
+        self, specs: Sequence[tuple[str, dict[str, Any]]], now_s: float, halts: Mapping[str, dict[str, Any]] = EMPTY
+    ) -> list[Entry]:
         """Take in new jobs by name and spec, all or none; they are in the storage when this returns. Raises OSError if
         it cannot be written, StateError if a name is taken.
 
         An object whose writing failed may be there all the same. So its withdrawal is committed first, and dropped by
         the commit that adds the jobs: whatever fails or is killed between, the storage's last word is the truth."""
-        entries = [Entry(name, _plain(spec), submitted_s=now_s, changed_s=now_s) for name, spec in specs]
+        entries = [
+            Entry(name, _plain(spec), submitted_s=now_s, changed_s=now_s, halt=_plain(halts.get(name, {})))
+            for name, spec in specs
+        ]
         names = {entry.name: entry for entry in entries}
         if not entries:
             return []

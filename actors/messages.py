@@ -73,6 +73,8 @@ class Order:
 
     spec: dict[str, Any]
     attempt: int
+    halt: dict[str, Any] = field(default_factory=dict)
+    """Where it is to stop, as `tlora.sweep.Halt` has it; empty: at its end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tlora.actors.journal import Change, Entry, Journal
+from tlora.actors.journal import EMPTY, Change, Entry, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
+from tlora.actors.register import Foretold
 from tlora.capacity import Learner, Load, Tick
 from tlora.cluster import ClusterSpec
 from tlora.errors import StateError
@@ -79,6 +80,8 @@ class Roster:
         """What is known of each base's ticks."""
         self.plans: dict[str, BasePlan] = {}
         """Of bases for which a worker has found that it has no room by itself."""
+        self.foretold: Mapping[str, Foretold] = {}
+        """Of candidates of sweeps."""
         self._shares: dict[str, float] = {}
         """Of each tick, by job, as planned."""
         self._dismissed: set[str] = set()
@@ -89,9 +92,9 @@ class Roster:
 
     # --- what users ask for
 
-    def submit(self, specs: Sequence[JobSpec], now_s: float) -> list[str]:
-        """Take jobs in, all or none; returns the names of those that are new. The same job again is the same job; other
-        content under its name raises StateError, which names the fields that differ."""
+    def submit(self, specs: Sequence[JobSpec], now_s: float, halts: Mapping[str, dict[str, Any]] = EMPTY) -> list[str]:
+        """Take jobs in, all or none, those in `halts` as far as it says; returns the names of those that are new. The
+        same job again is the same job; other content under its name raises StateError, which names what differs."""
         new, faults = [], []
         taken = {entry.spec["output"]: entry.name for entry in self.jobs.values()}
         for spec in map(self._placed, specs):
@@ -110,9 +113,17 @@ class Roster:
                 )
         if faults:
             raise StateError("\n".join(faults))
-        for entry in self.journal.add(new, now_s) if new else ():
+        for entry in self.journal.add(new, now_s, halts) if new else ():
             self.jobs[entry.name] = entry
         return [name for name, _ in new]
+
+    def refuse_sweep(self, name: str, folder: Path) -> None:
+        """Raise StateError if a sweep cannot have this name, or write there."""
+        if name in self.jobs:
+            raise StateError(f"sweep {name}: a job has this name. Choose another.")
+        if not self._is_ours(folder):
+            where = f"the folder of this cluster's outputs, {self.spec.output_root}"
+            raise StateError(f"sweep {name}: output {folder} lies outside of {where}.")
 
     def _placed(self, spec: JobSpec) -> JobSpec:
         """With its output below the cluster's folder of outputs, if it does not say where."""
@@ -134,18 +145,30 @@ class Roster:
         open_ones = [name for name in names if self.entry(name).state is not State.CANCELLED]
         self._wish(open_ones, State.CANCELLED, now_s, "cancelled by its user", keep=keep)
 
-    def resume(self, names: Sequence[str], now_s: float) -> None:
-        """Queue paused jobs again; one that was to be paused goes on. Others that have not ended stay as they are."""
+    def resume(self, names: Sequence[str], now_s: float, halts: Mapping[str, dict[str, Any]] = EMPTY) -> None:
+        """Queue paused jobs again, those in `halts` as far as it says; one that was to be paused goes on. Others that
+        have not ended stay as they are."""
         changes = []
         for name in names:
             entry = self.entry(name)
             if entry.state.is_terminal:
                 raise StateError(f"job {name} is {entry.state}: it cannot be resumed.")
             if entry.state is State.PAUSED:
-                changes.append(Change(name, state=State.QUEUED, reason="", place="", wish=""))
+                changes.append(Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halts.get(name)))
             elif entry.wish == State.PAUSED:
                 changes.append(Change(name, wish="", reason=""))
         self._change(changes, now_s)
+
+    def train(self, spec: JobSpec, halt: dict[str, Any], now_s: float) -> None:
+        """A sweep's candidate is to go on as far as `halt` says, from wherever it is; one that has ended stays so."""
+        self.submit([spec], now_s, {spec.name: halt})
+        if not self.entry(spec.name).state.is_terminal:
+            self.resume([spec.name], now_s, {spec.name: halt})
+
+    def explain(self, name: str, reason: str, now_s: float) -> None:
+        """Why a job that is paused stays so."""
+        if self.entry(name).state is State.PAUSED:
+            self._change([Change(name, reason=reason)], now_s)
 
     def _wish(self, names: Sequence[str], state: State, now_s: float, reason: str, *, keep: bool = True) -> None:
         changes = []
@@ -218,6 +241,9 @@ class Roster:
                 self.progress[name] = told
                 if told.state.is_terminal:
                     changes.append(Change(name, state=told.state, reason=told.reason, place="", wish=""))
+                elif told.state is State.PAUSED:  # it halts, as its sweep wished
+                    state = self._let_go(entry).state if entry.wish in (State.CANCELLED, "dropped") else State.PAUSED
+                    changes.append(Change(name, state=state, reason=told.reason, place="", wish="", halt={}))
                 elif told.state is State.RUNNING and entry.state is State.ATTACHING:
                     changes.append(Change(name, state=State.RUNNING))
             elif entry.wish and seen.orders and name not in seen.orders.jobs and report.applied >= seen.orders.number:
@@ -232,7 +258,7 @@ class Roster:
 
     def _orders(self, seen: _Seen) -> Orders:
         mine = [entry for entry in self.jobs.values() if entry.place == seen.report.worker]
-        jobs = {entry.name: Order(entry.spec, entry.attempt) for entry in mine if not entry.wish}
+        jobs = {entry.name: Order(entry.spec, entry.attempt, entry.halt) for entry in mine if not entry.wish}
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
         shares = {name: self._shares[name] for name in jobs if name in self._shares}
         group, before = self.groups.get(seen.report.group), seen.orders
@@ -299,13 +325,19 @@ class Roster:
         )
         for worker in workers.values():
             state.come(worker)
+        jobs = {
+            entry.name: self._job(entry)
+            for entry in self.jobs.values()
+            if entry.place in workers or entry.state is State.QUEUED or entry.name in self.foretold
+        }
+        state.rank(job for job in jobs.values() if job.sweep)
         for entry in self.jobs.values():
             if entry.place in workers:
-                state.keep(self._job(entry), workers[entry.place])
+                state.keep(jobs[entry.name], workers[entry.place])
         state.settle(now_s)
         for entry in self.jobs.values():
             if entry.state is State.QUEUED:
-                state.submit(self._job(entry), is_new=entry.name not in self.waits)
+                state.submit(jobs[entry.name], is_new=entry.name not in self.waits)
         return state
 
     def plan_of(self, base: str) -> BasePlan:
@@ -326,6 +358,10 @@ class Roster:
         length, steps = spec["data"]["max_length"], spec["steps"] or _UNKNOWN_STEPS
         if told and told.step and told.tokens:
             length = min(length, max(round(told.tokens / told.step / spec["batch_size"]), 1))
+        remaining = float(max((told.num_steps or steps) - told.step, 1) if told else steps)
+        way, foretold = remaining, self.foretold.get(entry.name)
+        if foretold is not None:
+            remaining, way = foretold.steps(told.step if told else 0, spec["batch_size"])
         return Job(
             entry.name,
             base_key(spec["base"]),
@@ -334,7 +370,9 @@ class Roster:
             bound=spec.get("max_slowdown", 3.0),
             priority=spec.get("priority", 0),
             user=spec.get("user", ""),
-            remaining=float(max((told.num_steps or steps) - told.step, 1) if told else steps),
+            remaining=remaining,
+            sweep=foretold.sweep if foretold else "",
+            way=way,
             can_split=False,
             can_move=entry.state is State.RUNNING and not entry.wish,
         )
@@ -433,6 +471,7 @@ class Roster:
             "group": seen.report.group if seen else "",
             "worker": entry.place[:8],
             "attempt": entry.attempt,
+            "halts": bool(entry.halt),
             "share": entry.spec["share"],
             "step": told.step if told else 0,
             "num_steps": told.num_steps if told else 0,

@@ -16,22 +16,26 @@ from typing import Any
 import ray
 
 import tlora
-from tlora.actors import group
+from tlora.actors import group, sweeps
 from tlora.actors.journal import Journal
 from tlora.actors.messages import Orders, Report, WorkerOptions
 from tlora.actors.metrics import Metrics
 from tlora.actors.names import NAMESPACE, SCHEDULER
+from tlora.actors.register import Register
 from tlora.actors.roster import GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError
+from tlora.job import State
 from tlora.plan import Plan
 from tlora.scheduling import Plan as Changes
 from tlora.scheduling import schedule
 from tlora.spec import BaseSpec, parse_job
+from tlora.sweep_spec import parse_sweep
 
 log = logging.getLogger("tlora")
 _PLAN_S = 0.2
 _PUBLISH_S = 2.0
+_FORETELL_S = 1.0
 _FLUSH_S = 5.0
 _AGAIN_S = 10.0
 _ASK_S = 5.0
@@ -39,7 +43,8 @@ _CLOSE_S = 600.0
 
 
 class Scheduler:
-    """Methods are called from many threads; each holds the lock while it reads or changes the roster."""
+    """Methods are called from many threads; each holds the lock while it reads or changes the roster, and not while it
+    waits for the folder of outputs."""
 
     def __init__(self, spec: dict[str, Any]):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -47,6 +52,7 @@ class Scheduler:
         self._lock = threading.RLock()
         journal = Journal(Path(self._spec.state).expanduser() / "journal.db", self._spec.storage)
         self._roster = Roster(self._spec, journal, time.time())
+        self._sweeps, self._wishing = Register(self._spec.output_root), threading.Lock()
         self._starting: set[str] = set()
         self._not_before_s: dict[str, float] = {}
         """Bases whose group did not start, and when to try again."""
@@ -55,7 +61,7 @@ class Scheduler:
         self._unadopted: set[str] | None = None
         self._is_closed = False
         self._metrics = Metrics()
-        self._published_s = self._flushed_s = self._asked_s = 0.0
+        self._published_s = self._flushed_s = self._asked_s = self._foretold_s = 0.0
         threading.Thread(target=self._run, daemon=True, name="tlora-plan").start()
 
     # --- front doors
@@ -70,24 +76,69 @@ class Scheduler:
         return os.getpid()
 
     def submit(self, specs: Sequence[dict[str, Any]]) -> list[str]:
+        jobs = [parse_job(spec) for spec in specs]
+        if taken := {job.name for job in jobs} & set(self._sweeps.names()):
+            raise StateError(f"job {min(taken)}: a sweep has this name. Choose another.")
         with self._lock:
-            return self._roster.submit([parse_job(spec) for spec in specs], time.time())
+            return self._roster.submit(jobs, time.time())
+
+    def sweep(self, spec: dict[str, Any]) -> bool:
+        """Take a sweep in; whether there was anything to do."""
+        sweep = parse_sweep(spec)
+        with self._lock:
+            self._roster.refuse_sweep(sweep.name, self._sweeps.placed(sweep).folder)
+        with self._wishing:
+            is_new = self._sweeps.submit(sweep, time.time())
+        self._drive()
+        return is_new
+
+    def train(self, spec: dict[str, Any], halt: dict[str, Any]) -> None:
+        with self._lock:
+            self._roster.train(parse_job(spec), halt, time.time())
+
+    def explain(self, name: str, reason: str) -> None:
+        with self._lock:
+            self._roster.explain(name, reason, time.time())
 
     def pause(self, names: Sequence[str]) -> None:
+        jobs = self._want(names, State.PAUSED)
         with self._lock:
-            self._roster.pause(names, time.time())
+            self._roster.pause(jobs, time.time())
 
     def resume(self, names: Sequence[str]) -> None:
+        jobs = self._want(names, State.RUNNING)
         with self._lock:
-            self._roster.resume(names, time.time())
+            self._roster.resume(jobs, time.time())
 
     def cancel(self, names: Sequence[str], keep: bool) -> None:
+        jobs = self._want(names, State.CANCELLED)
         with self._lock:
-            self._roster.cancel(names, time.time(), keep=keep)
+            self._roster.cancel(jobs, time.time(), keep=keep)
+
+    def _want(self, names: Sequence[str], state: State) -> list[str]:
+        """Write down what is asked of sweeps; returns the names of jobs."""
+        known = set(self._sweeps.names())
+        jobs = [name for name in names if name not in known]
+        with self._lock:
+            for name in jobs:
+                self._roster.entry(name)
+        if len(jobs) < len(names):
+            with self._wishing:
+                for name in known.intersection(names):
+                    self._sweeps.want(name, state)
+            self._drive()
+        return jobs
+
+    def _drive(self) -> None:
+        sweeps.start(self._spec.output_root, counts_gpus=bool(self._spec.gpus_per_worker))
 
     def status(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """One mapping a job or sweep: all sweeps first, or in the order of the names."""
+        found = {name: self._sweeps.status(name) for name in self._sweeps.names() if names is None or name in names}
         with self._lock:
-            return self._roster.status(names)
+            if names is None:
+                return [*found.values(), *self._roster.status()]
+            return [found[name] if name in found else self._roster.status([name])[0] for name in names]
 
     def spec(self, name: str) -> dict[str, Any]:
         """A job's own, as it was submitted."""
@@ -129,6 +180,7 @@ class Scheduler:
         with self._lock:
             self._is_closed = True
             self._roster.let_go_of_all(time.time())
+        sweeps.stop()
         deadline_s = time.monotonic() + _CLOSE_S
         while time.monotonic() < deadline_s and self._is_busy():
             time.sleep(_PLAN_S)
@@ -145,6 +197,8 @@ class Scheduler:
     # --- the plan
 
     def _run(self) -> None:
+        if any(map(self._sweeps.is_open, self._sweeps.names())):  # of a cluster before this one
+            self._drive()
         while not self._is_closed:
             try:
                 self._adopt()
@@ -179,6 +233,9 @@ class Scheduler:
         if time.monotonic() - self._flushed_s > _FLUSH_S:
             self._roster.journal.flush()
             self._flushed_s = time.monotonic()
+        foretold = self._roster.foretold
+        if time.monotonic() - self._foretold_s > _FORETELL_S:
+            self._foretold_s, foretold = time.monotonic(), self._sweeps.ahead()
         with self._lock:
             if self._is_closed:
                 return
@@ -186,6 +243,7 @@ class Scheduler:
             roster = self._roster
             roster.lose_silent(now_s)
             misfits = roster.misfits()
+            roster.foretold = foretold
             plan = schedule(roster.cluster_state(now_s, draining), now_s)
             roster.take_places(plan, now_s)
             self._resize(plan)

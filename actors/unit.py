@@ -22,7 +22,7 @@ from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOption
 from tlora.actors.worker import AGAIN_S, IDLE_S, Exchange, Worker, describe, describe_tick, is_for, may_pass
 from tlora.base import default_device
 from tlora.data import JobData, load_tokenizer
-from tlora.errors import GroupError, StateError, TloraError
+from tlora.errors import GroupError, TloraError
 from tlora.group_trainer import ELSEWHERE, GroupTrainer
 from tlora.job import JobRecord, State
 from tlora.local import read_data

@@ -24,13 +24,15 @@ from tlora.actors.names import NAMESPACE, SCHEDULER, STORE
 from tlora.base import Outline, default_device, dtype_of
 from tlora.data import load_tokenizer
 from tlora.errors import JobError, ModelError, StateError, TloraError
+from tlora.halting import Halts
 from tlora.job import JobRecord, State
-from tlora.local import read_data
+from tlora.local import Library
 from tlora.plan import Plan
 from tlora.planner import EstimatedCosts, Machine, fewest
 from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
+from tlora.sweep import Halt
 from tlora.trainer import Tick, Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
@@ -106,6 +108,10 @@ class Worker:
         self._coming: dict[str, _Coming] = {}
         self._ended: dict[str, JobReport] = {}
         self._saved_s: dict[str, float] = {}
+        self._library = Library()
+        self._halts = Halts()
+        self._halting: set[str] = set()
+        """Of those that leave: candidates that have come as far as they were to."""
         self._loads = self._ticks = 0
         self._busy_s = 0.0
         self._most_rows = math.inf
@@ -135,6 +141,7 @@ class Worker:
         self._stepped_s = time.monotonic()
         orders = self.mailbox.orders()
         done = self._carry_out(orders)
+        self._halt()
         if orders.stop and done:
             return True
         if self._trainer is not None and self._trainer.jobs:
@@ -179,6 +186,14 @@ class Worker:
             self._note(self._trainer.take_ended())
             self._deal_by(self._trainer, orders)
         return not self._coming and not leaving
+
+    def _halt(self) -> None:
+        """Candidates of sweeps that have come as far as they were to leave, saved, before the next tick."""
+        if self._trainer is None:
+            return
+        for name, reason in self._halts.due(self._trainer.jobs).items():
+            self._halting.add(name)
+            self._trainer.release(name, reason=reason)
 
     def _forget(self, orders: Orders, heard: Mapping[str, JobReport]) -> None:
         """What has ended is told until the orders leave it out; a failure that they did not ask about, until it is
@@ -235,7 +250,7 @@ class Worker:
 
     def _prepare(self, trainer: Trainer, spec: JobSpec) -> ResidentJob:
         """In the reader's thread."""
-        data = read_data(spec, trainer.supermodel.outline, self._tokenizer)
+        data = self._library.read(spec, trainer.supermodel.outline, self._tokenizer)
         if self.options.token_budget:
             trainer.refuse_longer(spec, data)
         return trainer.prepare(spec, data, resume=True, record=JobRecord(spec.name), tokenizer=self._tokenizer)
@@ -276,6 +291,8 @@ class Worker:
                 longest = longest_rows(job.data, job.per_sequence)
                 trainer.token_budget = max(trainer.token_budget, 2 * longest)
             self._attempts[name], self._saved_s[name] = coming.order.attempt, time.monotonic()
+            if coming.order.halt:
+                self._halts.by_name[name] = Halt.model_validate(coming.order.halt)
             trainer.admit(job)
         except (TloraError, OSError, RuntimeError) as error:  # out of memory is one of the last
             now_s = time.monotonic()
@@ -310,8 +327,10 @@ class Worker:
     def _note(self, ended: tuple[ResidentJob, ...]) -> None:
         for job in ended:
             attempt = self._attempts.pop(job.name)
-            if job.record.state.is_terminal:  # others were let go of, as ordered
+            self._halts.drop(job.name)
+            if job.record.state.is_terminal or job.name in self._halting:  # others were let go of, as ordered
                 self._ended[job.name] = describe(job, attempt)
+            self._halting.discard(job.name)
             self.mailbox.changed.set()
 
     def _shrink(self, trainer: Trainer, error: torch.OutOfMemoryError) -> None:
@@ -363,7 +382,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def may_pass(error: Exception, has_patience: bool) -> bool:
-    """Whether a job may yet be taken in: its folder is still held by a process that is cut off or on its way out, or its
+    """Whether a job may yet be taken in: its folder is still held by a process on its way out, or cut off; or its
     storage is away."""
     return isinstance(error, StateError) or (isinstance(error, OSError) and has_patience)
 

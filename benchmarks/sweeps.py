@@ -7,8 +7,9 @@ Rows of the files are {"messages": [...]}. For each task and seed: rows are draw
 disjoint; the configurations are drawn by seed before anything is trained; all are trained to the end, together (the
 reference); then the sweep runs live, and sees validation rows only. Beside it, at as many samples as it took: plain
 asynchronous successive halving (Li et al., MLSys 2020) and the first configurations as they were drawn, both replayed
-on the reference's curves, and both credited with the test loss of their pick trained to the end. Writes
-results/sweeps/<device>.json.
+on the reference's curves, and both credited with the test loss of their pick trained to the end. Of the first task and
+seed, the sweep's time beside that of all configurations one after the other with PEFT, of which `--peft-steps` steps
+each are measured and the rest extrapolated. Writes results/sweeps/<device>.json.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.peft_in_turn import seconds_in_turn
 from benchmarks.results import ROOT, Row, commit
 from tlora.base import default_device
 from tlora.checkpoint import BEST
@@ -34,6 +36,7 @@ from tlora.local import RunOptions
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
 from tlora.sweep import Curve
+from tlora.sweep_local import LocalPlaces
 from tlora.sweep_run import SweepRun
 from tlora.sweep_spec import SweepSpec, parse_sweep
 from tlora.sweep_state import SweepState
@@ -55,7 +58,7 @@ class KnownData(SweepRun):
     data: JobData
 
     def _data(self, spec: JobSpec) -> JobData:
-        self._read[spec.data, None] = self.data
+        self._read[None] = self.data
         return self.data
 
 
@@ -69,6 +72,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=100, help="validation rows, and as many test rows")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--max-length", type=int, default=384)
+    parser.add_argument("--peft-steps", type=int, default=40, help="of each configuration; 0: no PEFT")
     parser.add_argument("--small", action="store_true", help="8 configurations, one seed, 64 rows, one epoch")
     parser.add_argument("--device", default=str(default_device()))
     args = parser.parse_args()
@@ -130,6 +134,8 @@ def measure(
         seed,
     )
     ours, _ = sweep(args, {**common, "name": "ours", "places": 24, "early_exit": rules}, data, folder, seed)
+    in_turn_s = peft_s(args, whole, data) if args.peft_steps else None
+    args.peft_steps = 0  # of the first task and seed alone
     losses = losses_on(args, whole, folder / f"{seed}-whole", test)
     name = ours.leader.name.replace("ours", "whole")
     (picked,) = losses_on(args, ours, folder / f"{seed}-ours", test, only=ours.leader.name).values()
@@ -144,6 +150,8 @@ def measure(
         "regret_of_random": losses[first(curves, ours.samples)] / best - 1,
         "samples": ours.samples / whole.samples,
         "seconds": ours.spent_s / whole.spent_s,
+        "ours_s": ours.spent_s,
+        "peft_in_turn_s": in_turn_s,
         "near_the_best": sum(loss <= 1.01 * best for loss in losses.values()),
         "ended_the_winner": ours[winner.replace("whole", "ours")].status != "finished" and name != winner,
     }
@@ -157,7 +165,7 @@ def sweep(
     began_s = time.perf_counter()
     options = RunOptions(device=args.device)
     state = SweepState(spec=spec.model_dump(mode="json"))
-    run = KnownData(spec, state, options, lambda progress, tick: None, lambda: False)
+    run = KnownData(spec, state, LocalPlaces(options, spec.places))
     run.data = data
     run.run()
     print(
@@ -166,6 +174,15 @@ def sweep(
         flush=True,
     )
     return state, {one.name: run._curve(one) for one in state.candidates}
+
+
+def peft_s(args: argparse.Namespace, whole: SweepState, data: JobData) -> float:
+    spec = parse_sweep(whole.spec)
+    specs = [spec.candidate(one.number, one.values) for one in whole.candidates]
+    seconds = seconds_in_turn(specs, data, torch.device(args.device), args.peft_steps)
+    print(f"{len(specs)} configurations one after the other with PEFT: {seconds:.0f} s, extrapolated from "
+          f"{args.peft_steps} steps of each", flush=True)  # fmt: skip
+    return seconds
 
 
 def losses_on(
@@ -259,7 +276,24 @@ def report(args: argparse.Namespace, task: str, cases: Sequence[Mapping[str, Any
     ):
         value = statistics.fmean(float(case[measure_name]) for case in cases) + measure_name.startswith("regret")
         rows.append(Row(f"{task}/{measure_name}", shape, value, "reference", 1.0, value, target, "lower", *stamp))
-        print(f"{rows[-1].name:<40} {shape} {value:.4f} {rows[-1].verdict}", flush=True)
+    if in_turn_s := cases[0]["peft_in_turn_s"]:
+        ours_s, against = cases[0]["ours_s"], "PEFT, one after the other: a prefix, extrapolated"
+        rows.append(
+            Row(
+                f"{task}/wall-time",
+                shape,
+                ours_s,
+                against,
+                in_turn_s,
+                ours_s / in_turn_s,
+                1 / 4.7,
+                "lower",
+                *stamp,
+                "s",
+            )
+        )
+    for row in rows:
+        print(f"{row.name:<40} {shape} {row.ratio:.4f} {row.verdict}", flush=True)
     path = ROOT / "benchmarks" / "results" / "sweeps" / f"{gpu.lower().replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {row["name"]: row for row in json.loads(path.read_text())} if path.exists() else {}

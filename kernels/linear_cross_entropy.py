@@ -42,6 +42,25 @@ def linear_cross_entropy(
     return reference.by_blocks(hidden_TH, weight_VH, bias_V, rows, loss, adapters, blocks, rows_loss, with_gradient)
 
 
+def wrong_tokens(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    rows: RowTable,
+    loss: LossTable,
+    adapters: Adapters,
+) -> Tensor:
+    """How many of each sequence's targets are not the head's likeliest token [S]. At none, greedy decoding answers
+    all of them: each is then what it would have put there. (What logits are scaled or capped by moves no maximum.)"""
+    apart = rows.per_sequence or not adapters.is_empty
+    blocks = loss.blocks if apart else chunks(len(loss.rows_M), len(weight_VH))
+
+    def is_wrong(raw_MV: Tensor, targets_M: Tensor, weights_M: Tensor) -> Tensor:
+        return (raw_MV.argmax(-1) != targets_M).to(hidden_TH.dtype)
+
+    return reference.by_blocks(hidden_TH, weight_VH, bias_V, rows, loss, adapters, blocks, is_wrong, False)[0]
+
+
 def chunks(rows: int, vocab: int) -> Sequence[LossBlock]:
     """As few chunks of about equal length as hold at most CHUNK_LOGITS logits each; of no job in particular."""
     count = max(1, -(-rows // max(1, CHUNK_LOGITS // vocab)))

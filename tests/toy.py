@@ -22,6 +22,7 @@ from tlora.local import RunOptions, prepare, train
 from tlora.resident import ResidentJob
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
+from tlora.sweep_spec import SweepSpec, parse_sweep
 from tlora.tracking import read_metrics
 from tlora.trainer import Trainer, TrainerOptions
 
@@ -193,6 +194,33 @@ def equals_alone(spec: JobSpec) -> bool:
     lone = trained_alone(spec)
     one, other = (load_file(each.folder / "adapter_model.safetensors") for each in (spec, lone))
     return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
+
+
+def write_sweep(folder: Path) -> None:
+    """A base and rows for `sweep`."""
+    write_base(folder)
+    for name, numbers in (("rows", range(100, 140)), ("held_out", range(200, 208))):
+        rows = [json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in numbers]
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+
+
+def sweep(folder: Path, **changes: object) -> SweepSpec:
+    """Seven small candidates, three at once."""
+    values = {
+        "name": "s",
+        "job": {
+            "base": {"model": str(folder / "base")},
+            "data": {"path": str(folder / "rows.jsonl"), "eval_path": str(folder / "held_out.jsonl")},
+            "adapter": {"targets": "all-linear", "dropout": 0.1},
+            "epochs": 2,
+        },
+        "space": {"optim.lr": {"log_uniform": [1e-4, 1e-1]}, "adapter.rank": [2, 4], "batch_size": [2, 4]},
+        "budget": {"configurations": 7},
+        "early_exit": {"evaluations": 16, "halving": {"warmup": 0.125}},
+        "places": 3,
+        "output": str(folder / "out"),
+    }
+    return parse_sweep({**values, **changes})
 
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,14 @@ if TYPE_CHECKING:
     from tlora.cluster import ClusterSpec, load_cluster
     from tlora.spec import JobSpec, load_job, parse_job
     from tlora.supermodel import SuperModel
+    from tlora.sweep_local import run_sweep
+    from tlora.sweep_spec import SweepSpec, load_sweep
     from tlora.trainer import Trainer
 
-__all__ = ["Client", "ClusterSpec", "JobSpec", "SuperModel", "Trainer", "load_cluster", "load_job", "parse_job"]
+__all__ = [
+    "Client", "ClusterSpec", "JobSpec", "SuperModel", "SweepSpec", "Trainer", "load_cluster", "load_job", "load_sweep",
+    "parse_job", "run_sweep",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -21,10 +26,13 @@ _HOMES = {
     "ClusterSpec": "tlora.cluster",
     "JobSpec": "tlora.spec",
     "SuperModel": "tlora.supermodel",
+    "SweepSpec": "tlora.sweep_spec",
     "Trainer": "tlora.trainer",
     "load_cluster": "tlora.cluster",
     "load_job": "tlora.spec",
+    "load_sweep": "tlora.sweep_spec",
     "parse_job": "tlora.spec",
+    "run_sweep": "tlora.sweep_local",
 }
 
 

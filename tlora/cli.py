@@ -149,7 +149,7 @@ def sweep(
         _refuse_device(device)
         from tlora.console import LiveTable, Screen, print_leaderboard
         from tlora.local import RunOptions
-        from tlora.sweep_run import run_sweep
+        from tlora.sweep_local import run_sweep
         from tlora.trainer import TrainerOptions
 
         options = RunOptions(

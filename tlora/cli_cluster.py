@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tlora.cli_tools import Jobs, Set, load_jobs, quiet, stop_on_signal
+from tlora.cli_tools import Set, load_jobs, quiet, stop_on_signal
 from tlora.errors import StateError
 from tlora.job import State
 
@@ -15,7 +15,7 @@ Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the cluster, as max_workers=4.")
 ]
 _PROGRESS_S = 5.0
-Names = Annotated[list[str], typer.Argument(help="Names of jobs.", show_default=False)]
+Names = Annotated[list[str], typer.Argument(help="Names of jobs and sweeps.", show_default=False)]
 
 
 def up(
@@ -38,25 +38,28 @@ def up(
 
 
 def submit(
-    jobs: Jobs,
+    jobs: Annotated[list[Path], typer.Argument(help="Files of jobs and sweeps in YAML.", show_default=False)],
     overrides: Set = [],  # noqa: B006
     wait: Annotated[bool, typer.Option("--wait", help="Stay until they have ended.")] = False,
     attached: Annotated[bool, typer.Option("--attached", help="Cancel them if this command is stopped.")] = False,
 ) -> None:
-    """Send jobs to the cluster, checked first. They run on when this command is gone."""
-    specs = load_jobs(jobs, overrides)
+    """Send jobs and sweeps to the cluster, checked first. They run on when this command is gone."""
+    from tlora.sweep_spec import is_sweep, load_sweep
+
+    sweeps = [load_sweep(path, overrides) for path in jobs if is_sweep(path)]
+    specs = load_jobs([path for path in jobs if not is_sweep(path)], overrides)
     with quiet():
         from tlora.client import Client
         from tlora.console import LiveRows, Screen
         from tlora.local import prepare
 
         console = Screen()
-        console.print(f"checking {len(specs)} job(s) …", highlight=False)
-        prepare(specs)
+        console.print(f"checking {len(specs)} job(s) and {len(sweeps)} sweep(s) …", highlight=False)
+        prepare([*specs, *(sweep.first for sweep in sweeps)])
         client = Client()
-        new = client.submit(specs)
-        names = [spec.name for spec in specs]
-        console.print(f"{len(new)} new job(s), {len(names) - len(new)} known already", highlight=False)
+        new = client.submit(specs) + [sweep.name for sweep in sweeps if client.sweep(sweep)]
+        names = [spec.name for spec in (*specs, *sweeps)]
+        console.print(f"{len(new)} new, {len(names) - len(new)} known already", highlight=False)
         for row in client.status(names):
             if row["name"] not in new and (State(row["state"]).is_terminal or row["state"] == "paused"):
                 hint = "`tlora resume` lets it go on" if row["state"] == "paused" else "another name trains it anew"

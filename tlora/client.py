@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tlora.errors import ClusterError, TloraError
 from tlora.job import State
 from tlora.local_cluster import address, authenticate
 from tlora.spec import JobSpec, override, parse_job
+from tlora.sweep_spec import SweepSpec
 
 Row = dict[str, Any]
 _POLL_S = 0.5
@@ -69,8 +71,14 @@ class Client:
         new: list[str] = self._call("submit", [absolute(spec).model_dump(mode="json") for spec in specs])
         return new
 
+    def sweep(self, spec: SweepSpec) -> bool:
+        """Send a sweep, whose candidates become jobs; the same again, with another budget, goes on by it. Returns
+        whether there was anything to do. Raises SpecError for one that is known with other settings."""
+        is_new: bool = self._call("sweep", absolute_sweep(spec).model_dump(mode="json"))
+        return is_new
+
     def status(self, names: Sequence[str] | None = None) -> list[Row]:
-        """One mapping a job, in order of submission."""
+        """One mapping a job, in order of submission, and before them one a sweep."""
         rows: list[Row] = self._call("status", names)
         return rows
 
@@ -156,16 +164,28 @@ def _join(where: str | None) -> None:
 def absolute(spec: JobSpec) -> JobSpec:
     """With the files it names as they are found from here: a worker has another folder. A relative output stays: it
     lies below the cluster's storage."""
-
-    def found(text: str | None) -> str | None:
-        return str(Path(text).absolute()) if text and Path(text).exists() else text
-
     return spec.model_copy(
         update={
-            "base": spec.base.model_copy(update={"model": found(spec.base.model)}),
+            "base": spec.base.model_copy(update={"model": _found(spec.base.model)}),
             "data": spec.data.model_copy(
-                update={"path": found(spec.data.path), "eval_path": found(spec.data.eval_path)}
+                update={"path": _found(spec.data.path), "eval_path": _found(spec.data.eval_path)}
             ),
-            "adapter": spec.adapter.model_copy(update={"init_from": found(spec.adapter.init_from)}),
+            "adapter": spec.adapter.model_copy(update={"init_from": _found(spec.adapter.init_from)}),
         }
     )
+
+
+def absolute_sweep(spec: SweepSpec) -> SweepSpec:
+    """The same for a sweep, in its job and in its space."""
+    job, space = deepcopy(spec.job), dict(spec.space)
+    for key in ("base.model", "data.path", "data.eval_path", "adapter.init_from"):
+        section, field = key.split(".")
+        if isinstance(job.get(section), dict) and job[section].get(field):
+            job[section][field] = _found(job[section][field])
+        if key in space and space[key].choice:
+            space[key] = space[key].model_copy(update={"choice": [_found(text) for text in space[key].choice or ()]})
+    return spec.model_copy(update={"job": job, "space": space})
+
+
+def _found(text: str | None) -> str | None:
+    return str(Path(text).absolute()) if text and Path(text).exists() else text

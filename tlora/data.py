@@ -77,7 +77,7 @@ class DataReport:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class JobData:
     """All that a job trains and evaluates on, in the order of its rows."""
 

@@ -318,7 +318,11 @@ class GroupTrainer(Trainer):
         training = phase is Phase.TRAINING
         placed = self._spread_out(slices) if training and self.beside else slices
         batches = [self._pack(items, phase) for items in placed] or [self._idle(phase)]
-        losses = (self.supermodel.train_slices if training else self.supermodel.evaluate_slices)(batches)
+        if training:
+            losses = self.supermodel.train_slices(batches)
+        else:
+            with_wrong = any(map(self._counts_wrong, slices))
+            losses = self.supermodel.evaluate_slices(batches, with_wrong=with_wrong)
         for items, part in zip(slices, losses, strict=False):
             self._note(items, part)
         for name, spares in self._spares.items():

@@ -4,9 +4,11 @@ Called by `tlora check`, `preview` and `train`; the trainer knows nothing of fil
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -19,7 +21,7 @@ from tlora.job import JobRecord, State
 from tlora.memory import Estimate, estimate
 from tlora.planner import Choice, EstimatedCosts, Machine, choose
 from tlora.resident import ResidentJob, longest_rows
-from tlora.spec import BaseSpec, JobSpec, refuse_clashes
+from tlora.spec import BaseSpec, DataSpec, JobSpec, refuse_clashes
 from tlora.supermodel import SuperModel
 from tlora.trainer import Tick, Trainer, TrainerOptions
 
@@ -96,6 +98,33 @@ def read_data(spec: JobSpec, outline: Outline, tokenizer: Any) -> JobData:
         max_positions=outline.max_positions,
         where=f"job {spec.name}",
     )
+
+
+def data_key(spec: JobSpec) -> Hashable:
+    """Jobs of one base that agree in it have the same sequences, as long as the files are the same."""
+    return spec.data, spec.seed if spec.data.eval_fraction else None
+
+
+class Library:
+    """Sequences of jobs on one base: read and tokenised once for those that share them, as long as one has them."""
+
+    def __init__(self) -> None:
+        self._held: WeakValueDictionary[Hashable, JobData] = WeakValueDictionary()
+
+    def read(self, spec: JobSpec, outline: Outline, tokenizer: Any) -> JobData:
+        """`read_data`, unless a job has them; files that have changed since are read anew."""
+        key = data_key(spec), _stamps(spec.data)
+        data = self._held.get(key)
+        if data is None:
+            data = self._held[key] = read_data(spec, outline, tokenizer)
+        return data
+
+
+def _stamps(spec: DataSpec) -> tuple[Hashable, ...]:
+    """When the local files that a job's rows come from were last changed."""
+    paths = [Path(text) for text in (spec.path, spec.eval_path) if text]
+    files = sorted(file for path in paths for file in (path, *(path.rglob("*") if path.is_dir() else ())))
+    return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists())
 
 
 def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOptions) -> ReadyJob:

@@ -94,6 +94,12 @@ class Job:
     user: str = ""
     remaining: float = 1.0
     """Steps to go, as declared and predicted."""
+    sweep: str = ""
+    """Of which it is a candidate."""
+    way: float = 1.0
+    """Of a candidate: steps to its end if none of its exits comes; `remaining` counts what is expected of them."""
+    rank: float | None = None
+    """Of a candidate: its urgency, as `sweep_order.keys` has it."""
     can_split: bool = True
     can_move: bool = True
     """Its state can be saved, or need not be."""

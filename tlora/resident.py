@@ -61,6 +61,7 @@ class ResidentJob:
         self.tokens = 0
         """Tokens trained on so far."""
         self.best_loss = math.inf
+        """Lowest evaluation so far, by the job's objective."""
         self.loss = self.eval_loss = math.nan
         self.seconds_per_step = math.nan
         self.tokens_per_s = math.nan
@@ -128,7 +129,8 @@ class ResidentJob:
         self._rows = [rows_of(item.sequence, self.per_sequence) for item in self._items]
         self.phase, self._next, self.step_began_s = phase, 0, now_s
         wide = self.state.master
-        self._losses = torch.zeros(len(items), dtype=wide.dtype, device=wide.device)
+        shape = (len(items), 2) if self.spec.objective == "exact_match" and phase is Phase.EVALUATING else (len(items),)
+        self._losses = torch.zeros(shape, dtype=wide.dtype, device=wide.device)
         self.state.grad.zero_()
 
     def _mine(self, items: list[Item]) -> list[Item]:
@@ -154,16 +156,24 @@ class ResidentJob:
 
     def add_losses(self, first: int, losses: torch.Tensor) -> None:
         """Keep the weighted losses of sequences that came back, from the step's `first` on: their sum has one order."""
-        self._losses[first : first + len(losses)] = losses.to(self._losses.dtype)
+        mine = losses[:, 0] if losses.dim() > self._losses.dim() else losses
+        self._losses[first : first + len(losses)] = mine.to(self._losses.dtype)
 
     @property
     def losses(self) -> torch.Tensor:
-        """Weighted loss of each sequence of the step or evaluation; 0 for those that have not come back here."""
+        """Weighted loss of each sequence of the step or evaluation, where the job counts them with its wrong tokens
+        beside it; 0 for those that have not come back here."""
         return self._losses
 
     def summed_loss(self) -> torch.Tensor:
         """Mean loss over the target tokens of the step or evaluation; a scalar on the device."""
-        return self._losses.sum()
+        return self._losses.sum() if self._losses.dim() == 1 else self._losses[:, 0].sum()
+
+    def exact_match(self) -> torch.Tensor:
+        """Share of the evaluation's sequences without a wrong token, nan if it does not count them; on the device."""
+        if self._losses.dim() == 1:
+            return torch.full((), math.nan, dtype=torch.float64, device=self._losses.device)
+        return (self._losses[:, 1] == 0).double().mean()
 
     def measure_step(self, loss: float, now_s: float) -> None:
         """Note what the step that has just ended gave and took."""

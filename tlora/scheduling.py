@@ -9,7 +9,7 @@ place of a job that has far longer to go.
 """
 
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +17,7 @@ from tlora import sizing
 from tlora.placement import Job, Model, Placements, Unmeasured, Worker, part_of
 from tlora.policy import Planner
 from tlora.sizing import Group
+from tlora.sweep_order import keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class Rules:
     """How many lone jobs' speed a merge must add: the joint speed less that apart."""
     repay: float = 10.0
     """A change must gain so many times what it costs."""
+    ranks_sweeps: bool = True
+    """The longest sweep's longest candidate goes first, rather than each candidate for itself."""
     priority_factor: float = 4.0
     """How much shorter one step of priority makes a job look."""
     quotas: Mapping[str, int] = field(default_factory=dict)
@@ -210,8 +213,27 @@ class ClusterState(Placements):
         pool = self.pool(job.base)
         if self.rules.urgency == "submitted" or isinstance(pool.model, Unmeasured):
             return job.submitted_s - job.priority * 1e9
-        part = part_of(pool.model, job, 1)
-        return job.remaining * part * pool.model.token_s / self.rules.priority_factor**job.priority
+        if job.rank is not None:
+            return job.rank
+        return job.remaining * self._step_s(job) / self.rules.priority_factor**job.priority
+
+    def _step_s(self, job: Job) -> float:
+        """GPU-seconds of a step where it shares."""
+        model = self.pool(job.base).model
+        return part_of(model, job, 1) * model.token_s
+
+    def rank(self, jobs: Iterable[Job]) -> None:
+        """Set the urgency of candidates by what is expected of all of them now; of those that are here, anew."""
+        jobs = list(jobs)
+        if not self.rules.ranks_sweeps:
+            return
+        ranks = keys(jobs, self._step_s, self.rules.priority_factor)
+        for job in jobs:
+            job.rank = ranks.get(job.name)
+            pool = self.pool(job.base)
+            for order in (pool.waiting, pool.running):
+                if job.rank is not None and job.name in order.keys:
+                    order.put(job.name, self.key(job))
 
     @property
     def num_waiting(self) -> int:

@@ -140,21 +140,23 @@ class Simulator:
             self.state.come(Worker(f"w{at:05d}", f"n{at // GPUS_PER_NODE:04d}"))
         self.replay = Replay(way, gpus)
         self.runs: dict[str, _Run] = {}
+        self._is_backlog = is_backlog
+        self._events: list[tuple[float, int, str, int]] = []
+        self._num_open = 0
         for job in jobs:
             lone_s = lone_step_s(capacity, job, measure)
-            steps = job.duration_s / lone_s
-            self.runs[job.name] = _Run(job, lone_s, steps, steps)
-        self._is_backlog = is_backlog
-        self._events: list[tuple[float, int, str, int]] = [
-            (0.0 if is_backlog else job.submitted_s, 1, job.name, 0) for job in jobs
-        ]
+            self._add(job, lone_s, job.duration_s / lone_s, 0.0 if is_backlog else job.submitted_s)
         self._last_s = max((job.submitted_s for job in jobs), default=0.0)
         self._sample_s = max(self._last_s, 1.0) / num_samples
         self._next_sample_s = 0.0
-        self._num_open = len(jobs)
         self._random = np.random.default_rng([faults.seed, 3])
         self._lay_faults(gpus)
         heapq.heapify(self._events)
+
+    def _add(self, job: TraceJob, lone_s: float, steps: float, submitted_s: float) -> None:
+        self.runs[job.name] = _Run(job, lone_s, steps, steps)
+        heapq.heappush(self._events, (submitted_s, 1, job.name, 0))
+        self._num_open += 1
 
     def run(self) -> Replay:
         """To the end of the last job."""

@@ -187,6 +187,9 @@ class JobSpec(Spec):
     """Passes over the data; may be a fraction."""
     steps: Count | None = None
     """Optimizer steps; set, it overrides `epochs`."""
+    objective: Literal["eval_loss", "exact_match"] = "eval_loss"
+    """The evaluation that `best/` is of. `exact_match`: the share of evaluation rows whose targets greedy decoding
+    gives token by token, logged beside the loss."""
     eval_every: Cadence = 0
     """Steps between evaluations; 0 evaluates at the end of each epoch and of the job."""
     save_every: Cadence = 0
@@ -276,11 +279,12 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     values = read_yaml(path, overrides, "a mapping with at least 'base' and 'data'")
     values.setdefault("name", path.stem)
     spec = parse_job(values, where=str(path))
-    if spec.eval_every and not spec.data.has_evaluation:
-        raise SpecError(
-            f"{path}: eval_every = {spec.eval_every}: the job names no evaluation rows. Set data.eval_fraction, "
-            "data.eval_split or data.eval_path, or remove eval_every."
-        )
+    for key, value in (("eval_every", spec.eval_every), ("objective", spec.objective)):
+        if value not in (0, "eval_loss") and not spec.data.has_evaluation:
+            raise SpecError(
+                f"{path}: {key} = {value}: the job names no evaluation rows. Set data.eval_fraction, "
+                f"data.eval_split or data.eval_path, or remove {key}."
+            )
     return spec
 
 

@@ -22,7 +22,7 @@ from tlora.base import Outline, default_device, dtype_of, load_model
 from tlora.data import TokenSequence
 from tlora.errors import ModelError
 from tlora.graphs import Graphs
-from tlora.kernels.linear_cross_entropy import linear_cross_entropy
+from tlora.kernels.linear_cross_entropy import linear_cross_entropy, wrong_tokens
 from tlora.kernels.tiles import RowTable, Tables, stride_of
 from tlora.layers import precision, wrap_layers
 from tlora.mixed_linear import Current, MixedLinear, fuse_gates, replace_linears
@@ -150,21 +150,22 @@ class SuperModel:
         return [losses_S for losses_S, _ in results]
 
     @torch.no_grad()
-    def evaluate_slices(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    def evaluate_slices(self, batches: Sequence[Batch], *, with_wrong: bool = False) -> list[torch.Tensor]:
         """`evaluate` of several batches at once, as `train_slices`."""
         with self._passing(None):
             hidden, streams = self._hidden_slices(batches)
-            results = self._losses(hidden, batches, streams, with_gradient=False)
+            results = self._losses(hidden, batches, streams, with_gradient=False, with_wrong=with_wrong)
             streams.end()
         return [losses_S for losses_S, _ in results]
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Forward alone; returns each item's weighted loss [S]."""
+    def evaluate(self, batch: Batch, *, with_wrong: bool = False) -> torch.Tensor:
+        """Forward alone; returns each item's weighted loss [S], with how many of its tokens are wrong beside it,
+        if asked [S, 2]."""
         if self._stack is not None:
-            return self.evaluate_slices([batch])[0]
+            return self.evaluate_slices([batch], with_wrong=with_wrong)[0]
         with self._passing(batch.rows):
-            return self._loss(self._hidden(batch), batch, with_gradient=False)[0]
+            return self._loss(self._hidden(batch), batch, with_gradient=False, with_wrong=with_wrong)[0]
 
     def is_small(self, num_rows: int) -> bool:
         """Whether a tick of so many rows takes longer to launch than to compute, and is captured."""
@@ -224,31 +225,35 @@ class SuperModel:
         return [output.last_hidden_state.squeeze(0) for output in outputs], streams
 
     def _losses(
-        self, hidden: Sequence[torch.Tensor], batches: Sequence[Batch], streams: "Streams", *, with_gradient: bool
+        self,
+        hidden: Sequence[torch.Tensor],
+        batches: Sequence[Batch],
+        streams: "Streams",
+        *,
+        with_gradient: bool,
+        with_wrong: bool = False,
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         assert self._stack is not None
         results = []
         with self._stack.head():
             for at, (hidden_TH, batch) in enumerate(zip(hidden, batches, strict=True)):
                 with streams.slice(at):
-                    results.append(self._loss(hidden_TH.detach(), batch, with_gradient=with_gradient))
+                    results.append(
+                        self._loss(hidden_TH.detach(), batch, with_gradient=with_gradient, with_wrong=with_wrong)
+                    )
         return results
 
     def _loss(
-        self, hidden_TH: torch.Tensor, batch: Batch, *, with_gradient: bool
+        self, hidden_TH: torch.Tensor, batch: Batch, *, with_gradient: bool, with_wrong: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        head = self._mixed[self.outline.head]
-        return linear_cross_entropy(
-            hidden_TH,
-            head.bundle.weight,
-            head.bundle.bias,
-            batch.rows,
-            batch.loss,
-            head.bundle.adapters,
-            multiplier=self._multiplier,
-            softcap=self._softcap,
-            with_gradient=with_gradient,
+        head = self._mixed[self.outline.head].bundle
+        given = hidden_TH, head.weight, head.bias, batch.rows, batch.loss, head.adapters
+        losses_S, d_hidden_TH = linear_cross_entropy(
+            *given, multiplier=self._multiplier, softcap=self._softcap, with_gradient=with_gradient
         )
+        if with_wrong:
+            losses_S = torch.stack([losses_S, wrong_tokens(*given).to(losses_S.dtype)], dim=1)
+        return losses_S, d_hidden_TH
 
     def _spread(self, mesh: "Mesh") -> dict[str, MixedLinear]:
         """Leave this rank its part of every product, before linears become mixed."""

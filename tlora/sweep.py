@@ -3,12 +3,12 @@
 A *candidate* is a job of a sweep; its position is counted in *samples*, the sequences that it has trained on. Rules
 compare like with like: losses over the same validation rows, at the same number of samples. What they decide depends on
 the candidates' own curves alone, never on when these arrive: a sweep that is killed and resumed decides the same.
-Called by `tlora.sweep_run`, which pauses what is ended here; each exit can be reversed.
+Called by whoever trains a candidate (`tlora.halting`) and by `tlora.sweep_run`; each exit can be reversed.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Annotated, Any
 
@@ -52,22 +52,27 @@ class Curve:
     train: Sequence[Point]
     """After each optimizer step: the mean loss of its batch."""
     evaluated: Sequence[Point]
-    """The mean loss over the validation rows."""
+    """The mean loss over the validation rows, or what else is to be low."""
     batch_size: int
     num_validation: int
     """Validation rows."""
+    is_share: bool = False
+    """Evaluations are shares of the validation rows that were not answered exactly, rather than losses."""
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]], num_sequences: int, batch_size: int, num_validation: int) -> "Curve":
+    def of(
+        cls, rows: Iterable[Mapping[str, Any]], num_sequences: int, batch_size: int, num_validation: int, objective: str
+    ) -> "Curve":
         """From the rows of a job's metrics.jsonl."""
         train: list[Point] = []
         evaluated: list[Point] = []
         for row in rows:
             at = samples_at(row["step"], num_sequences, batch_size)
-            for points, key in ((train, "loss"), (evaluated, "eval_loss")):
-                if row.get(key) is not None:
-                    points.append((at, row[key]))
-        return cls(train, evaluated, batch_size, num_validation)
+            if row.get("loss") is not None:
+                train.append((at, row["loss"]))
+            if row.get(objective) is not None:
+                evaluated.append((at, 1.0 - row[objective] if objective == "exact_match" else row[objective]))
+        return cls(train, evaluated, batch_size, num_validation, objective == "exact_match")
 
     @property
     def best(self) -> Point | None:
@@ -77,7 +82,7 @@ class Curve:
     def until(self, samples: int) -> "Curve":
         """The curve as it was after that many samples."""
         parts = [[point for point in points if point[0] <= samples] for points in (self.train, self.evaluated)]
-        return Curve(parts[0], parts[1], self.batch_size, self.num_validation)
+        return replace(self, train=parts[0], evaluated=parts[1])
 
     def mean_loss(self, after: float, until: float) -> float:
         """Mean training loss of the steps after `after` samples, those at `until` included; nan if there are none."""
@@ -90,7 +95,8 @@ class Curve:
 
         Its standard error is what the mean over the validation rows has if these scatter as training sequences do:
         the scatter of the batches' losses so far × √(batch size / validation rows). Siblings are judged on the same
-        rows, so part of that error is common to them, and the error of a difference is less than this says.
+        rows, so part of that error is common to them, and the error of a difference is less than this says. That of a
+        share is a binomial one's, with one success and one failure added.
         """
         before: Point | None = None
         for at, loss in self.evaluated:
@@ -99,10 +105,16 @@ class Curve:
                     value = loss
                 else:
                     value = before[1] + (loss - before[1]) * (samples - before[0]) / (at - before[0])
-                spread = scatter([loss for step, loss in self.train if step <= samples])
-                return Reading(value, spread * math.sqrt(self.batch_size / self.num_validation))
+                return Reading(value, self._error(value, samples))
             before = at, loss
         return None
+
+    def _error(self, value: float, samples: int) -> float:
+        if self.is_share:
+            smoothed = (value * self.num_validation + 1) / (self.num_validation + 2)
+            return math.sqrt(smoothed * (1 - smoothed) / self.num_validation)
+        spread = scatter([loss for step, loss in self.train if step <= samples])
+        return spread * math.sqrt(self.batch_size / self.num_validation)
 
 
 class Divergence(Spec):
@@ -259,6 +271,20 @@ class EarlyExit(Spec):
             if rule is not None and (reason := rule.judge(curve)):
                 return reason
         return None
+
+
+class Halt(Spec):
+    """Where a candidate's training stops until its sweep lets it go on: at an evaluation, for whoever trains it."""
+
+    until: Annotated[int, Field(strict=True, ge=0)] = 0
+    """Samples of the rung ahead; 0: there is none."""
+    rules: EarlyExit = EarlyExit()
+
+    def judge(self, curve: Curve, samples: int) -> str | None:
+        """At an evaluation after so many samples: why it halts there, or None."""
+        if reason := self.rules.judge_alone(curve):
+            return reason
+        return f"waits for its siblings at {samples} samples" if self.until and samples >= self.until else None
 
 
 def interval(longest: int, evaluations: int, batch_sizes: Iterable[int]) -> int:

@@ -10,6 +10,17 @@ from tlora.sweep import Curve, EarlyExit
 from tlora.sweep_state import Candidate, Status, SweepState
 
 
+def begin(totals: Mapping[str, int], rules: EarlyExit, every: int) -> SweepState:
+    """A sweep of candidates of these names and samples, none of which has begun."""
+    state = SweepState(spec={}, every=every, longest=max(totals.values()))
+    state.rungs = rules.halving.rungs(state.longest, every) if rules.halving else []
+    for number, (name, total) in enumerate(totals.items()):
+        state.candidates.append(
+            Candidate(number=number, name=name, values={}, num_siblings=len(totals), total=total, eval_every=0)
+        )
+    return state
+
+
 def replay(
     curves: Mapping[str, Curve],
     rules: EarlyExit,
@@ -18,14 +29,7 @@ def replay(
 ) -> SweepState:
     """Where a sweep of these candidates ends; `every` samples lie between evaluations, and the candidate that `pick`
     names goes on to its next one. The last point of each curve is the end of its training."""
-    ends = {name: curve.train[-1][0] for name, curve in curves.items()}
-    longest = max(ends.values())
-    state = SweepState(spec={}, every=every, longest=longest)
-    state.rungs = rules.halving.rungs(longest, every) if rules.halving else []
-    for number, name in enumerate(curves):
-        state.candidates.append(
-            Candidate(number=number, name=name, values={}, num_siblings=len(curves), total=ends[name], eval_every=0)
-        )
+    state = begin({name: curve.train[-1][0] for name, curve in curves.items()}, rules, every)
     while ready := [one for one in state.candidates if one.status is Status.QUEUED]:
         one = pick(ready)
         later = [at for at, _ in curves[one.name].evaluated if at > one.samples]

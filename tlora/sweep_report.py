@@ -105,7 +105,7 @@ def _page(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve], rows:
         f"<!doctype html><meta charset='utf-8'><title>{escape(spec.name)}</title><style>{style}</style>"
         f"<h1>{escape(spec.name)}</h1>"
         + "".join(f"<p>{escape(line)}</p>" for line in lines)
-        + _svg(_losses(state, curves))
+        + _svg(_losses(spec, state, curves))
         + _svg(_fields(spec, state))
         + f"<table><tr>{head}</tr>{body}</table>\n"
     )
@@ -121,7 +121,14 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _losses(state: SweepState, curves: Mapping[str, Curve]) -> "Figure":
+def _axis(spec: SweepSpec) -> dict[str, str]:
+    """Of what is to be low."""
+    if spec.objective.name == "exact_match":
+        return {"ylabel": "validation rows not answered exactly", "yscale": "linear"}
+    return {"ylabel": "validation loss", "yscale": "log"}
+
+
+def _losses(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve]) -> "Figure":
     """Validation losses by samples; exits are crosses, rungs lines."""
     figure = _figure(9, 4.5)
     axes = figure.subplots()
@@ -136,7 +143,7 @@ def _losses(state: SweepState, curves: Mapping[str, Curve]) -> "Figure":
             axes.plot(samples[-1], losses[-1], "x", color=colour)
     for rung in state.rungs:
         axes.axvline(rung, color="0.8", linewidth=0.8, zorder=0)
-    axes.set(xlabel="samples", ylabel="validation loss", yscale="log", title="× ended early; the best in black")
+    axes.set(xlabel="samples", title="× ended early; the best in black", **_axis(spec))
     return figure
 
 
@@ -155,10 +162,10 @@ def _fields(spec: SweepSpec, state: SweepState) -> "Figure":
                 "o" if status is Status.FINISHED else "x",
                 color=_COLOURS.get(status, "tab:blue"),
             )
-        axes.set(xlabel=key, xscale="log" if domain.log_uniform else "linear", yscale="log")
+        axes.set(xlabel=key, xscale="log" if domain.log_uniform else "linear", yscale=_axis(spec)["yscale"])
     for axes in grid.flat[len(spec.space) :]:
         axes.set_axis_off()
-    grid[0][0].set_ylabel("best validation loss")
+    grid[0][0].set_ylabel(f"best {_axis(spec)['ylabel']}")
     return figure
 
 

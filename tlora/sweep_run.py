@@ -1,90 +1,87 @@
-"""A sweep on this machine: several candidates resident at once in shared ticks, ended early, their places filled.
+"""A sweep from its first draw to its report: candidates taken in, ended early, let go on, wherever they are trained.
 
-Called by `tlora sweep`. What ends a candidate is decided by `tlora.sweep`, what is drawn by `tlora.sweep_spec`, what is
-reported by `tlora.sweep_report`. Each candidate is an ordinary job in a folder of its own, equal to alone.
+What ends a candidate is decided by `tlora.sweep`, what is drawn by `tlora.sweep_spec`, what is reported by
+`tlora.sweep_report`. Where candidates train is a `Places`: this process (`tlora.sweep_local`) or a cluster
+(`tlora.actors.sweeps`). Each candidate is an ordinary job in a folder of its own, equal to alone.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from tlora.base import Outline
-from tlora.checkpoint import BEST, JobFolder
+from tlora.checkpoint import BEST
 from tlora.data import JobData, load_tokenizer
 from tlora.errors import SpecError, TloraError
-from tlora.job import JobRecord, State
-from tlora.local import Progress, RunOptions, Watch, read_data
-from tlora.resident import Phase, ResidentJob, digest, longest_rows
-from tlora.spec import DataSpec, JobSpec, override
-from tlora.supermodel import SuperModel
-from tlora.sweep import Curve, interval, samples_at
+from tlora.job import State
+from tlora.local import data_key, read_data
+from tlora.resident import ResidentJob, digest
+from tlora.spec import JobSpec, override
+from tlora.sweep import Curve, Halt, interval, samples_at
 from tlora.sweep_report import write_results
-from tlora.sweep_spec import SweepSpec, Values, as_number, configure, draw
+from tlora.sweep_spec import SweepSpec, Values, as_number, draw
 from tlora.sweep_state import Candidate, Status, SweepState
 from tlora.tracking import METRICS, read_metrics
-from tlora.trainer import Tick, Trainer
 
 log = logging.getLogger("tlora")
 _SAVE_EVERY_S = 30.0
 _NEVER = 10**9
 
 
-def run_sweep(
-    spec: SweepSpec,
-    options: RunOptions | None = None,
-    *,
-    revive: Sequence[str] = (),
-    fork: Sequence[str] = (),
-    watch: Watch = lambda progress, tick: None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> SweepState:
-    """Run a sweep to its end, or until its budget is spent or `stopped` says so; then write what came out.
+@dataclass(frozen=True, slots=True)
+class News:
+    """What became of a candidate that a place has."""
 
-    With `options.resume` it goes on where it was, also after a kill: with `revive`, exits of these candidates are
-    reversed, and no rule ends them again; `fork` gives one more candidate, the leader's configuration with changes
-    (`dotted.key=value`), from the leader's best adapter. Raises TloraError for what is refused.
-    """
-    options = options or RunOptions()
-    folder = JobFolder(spec.folder)
-    for left in folder.open():
-        log.warning("sweep %s: removed %s, left half-written.", spec.name, left)
-    try:
-        state = SweepState.load(spec.folder)
-        if state is not None and not options.resume:
-            raise SpecError(
-                f"sweep {spec.name}: {spec.folder} holds a sweep already. Add --resume to go on with it, or choose "
-                "another output."
-            )
-        if state is None and (revive or fork):
-            raise SpecError(f"sweep {spec.name}: {spec.folder} holds no sweep yet; --revive and --fork need one.")
-        sweep = SweepRun(spec, state or SweepState(spec=spec.model_dump(mode="json")), options, watch, stopped)
-        if state is not None:
-            state.refuse_changes(spec)
-        sweep.change(revive, fork)
-        sweep.run()
-        return sweep.state
-    finally:
-        folder.close()
+    name: str
+    state: State
+    """PAUSED: it halts, and waits to hear; RUNNING: its user has let it go on."""
+    step: int
+    reason: str = ""
+
+
+class Places(Protocol):
+    """Where candidates train."""
+
+    def names(self) -> Sequence[str]:
+        """Who trains, or halts and waits to hear."""
+
+    def room(self) -> int:
+        """How many more may join now."""
+
+    def join(self, spec: JobSpec, data: JobData, halt: Halt | None) -> None:
+        """Take a candidate in, or let it go on, as far as `halt`, from its saved state if it has one. Raises TloraError
+        or OSError."""
+
+    def leave(self, name: str, reason: str) -> News:
+        """Take out one that halts, its exact state saved; of one that is out already, tell the reason."""
+
+    def step(self) -> list[News]:
+        """Let them train for a while."""
+
+    def samples(self) -> int:
+        """Trained on by those who train, all in all."""
+
+    def gpu_s(self) -> float:
+        """Seconds of GPUs used since this was last asked."""
+
+    def close(self) -> list[News]:
+        """Take everybody out, saved, all files written."""
 
 
 class SweepRun:
-    """One sweep in this process, which holds its folder."""
+    """One sweep, whose folder this process holds."""
 
     def __init__(
-        self, spec: SweepSpec, state: SweepState, options: RunOptions, watch: Watch, stopped: Callable[[], bool]
+        self, spec: SweepSpec, state: SweepState, places: Places, stopped: Callable[[], str | None] = lambda: None
     ):
-        self.spec, self.state, self.options = spec, state, options
-        self._watch, self._stopped = watch, stopped
-        self._base = spec.candidate(0, configure(spec.space, dict.fromkeys(spec.space, 0.0))).base
-        self._outline, self._tokenizer = Outline.load(self._base), load_tokenizer(self._base)
-        self._supermodel: SuperModel | None = None
-        self._read: dict[tuple[DataSpec, int | None], JobData] = {}
-        self._progress: dict[str, Progress] = {}
-        self._looked_at: dict[str, int] = {}
-        """The step of the last evaluation of a resident that the rules have seen."""
+        """`stopped`: why it is to stop, once it is."""
+        self.spec, self.state, self.places, self._stopped = spec, state, places, stopped
+        base = spec.first.base
+        self._outline, self._tokenizer = Outline.load(base), load_tokenizer(base)
+        self._read: dict[Hashable, JobData] = {}
         self._counted_s = self._saved_s = time.monotonic()
 
     def change(self, revive: Sequence[str], fork: Sequence[str]) -> None:
@@ -93,7 +90,7 @@ class SweepRun:
             one = self.state[name]
             if one.status is not Status.EXITED:
                 raise SpecError(f"candidate {name} is {one.status}; want one that has exited, to revive it.")
-            one.status, one.reason, one.is_exempt, one.exited_at = Status.QUEUED, "", True, None
+            one.revive()
         if fork:
             leader = self.state.leader
             if leader is None:
@@ -102,16 +99,21 @@ class SweepRun:
             self._add([{**leader.values, **_changes(fork), "adapter.init_from": start}], is_fork=True)
 
     def run(self) -> None:
-        """Until all candidates have ended, the budget is spent, or it is stopped."""
+        """Until all candidates have ended, the budget is spent, or it is stopped; then write what came out."""
         self._counted_s = time.monotonic()
-        while not self.state.stopped:
-            if not any(one.status.is_open for one in self.state.candidates):
-                known = [one.values for one in self.state.drawn]
-                drawn = draw(self.spec, known, self.state.results)
-                if not drawn:
-                    break
-                self._add(drawn)
-            self._train()
+        try:
+            self._note(self.places.step())  # of those whose user has let them go on meanwhile
+            while not self.state.stopped:
+                if not any(one.status.is_open for one in self.state.candidates):
+                    drawn = draw(self.spec, [one.values for one in self.state.drawn], self.state.results)
+                    if not drawn:
+                        break
+                    self._add(drawn)
+                self._train()
+        finally:  # stopped, or an error that no candidate is to blame for: nothing that was learnt is lost
+            self._note(self.places.close())
+            self.state.judge(self.spec.early_exit.halving)
+            self._save()
         self.state.explain_exits(self.spec.early_exit.halving)
         self._save()
         write_results(self.spec, self.state, {one.name: self._curve(one) for one in self.state.candidates})
@@ -162,7 +164,7 @@ class SweepRun:
 
     def _data(self, spec: JobSpec) -> JobData:
         """A candidate's sequences, read and tokenised once for all that share them."""
-        key = spec.data, spec.seed if spec.data.eval_fraction else None
+        key = data_key(spec)
         if key not in self._read:
             self._read[key] = read_data(spec, self._outline, self._tokenizer)
         return self._read[key]
@@ -175,148 +177,102 @@ class SweepRun:
         spec = self._spec_of(one)
         rows = read_metrics(spec.folder) if (spec.folder / METRICS).exists() else []
         data = self._data(spec)
-        return Curve.of(rows, len(data.train), spec.batch_size, len(data.eval))
+        return Curve.of(rows, len(data.train), spec.batch_size, len(data.eval), spec.objective)
 
     def _train(self) -> None:
-        """Until nobody is resident and nobody can join, all files written."""
-        if self._supermodel is None:
-            self._supermodel = SuperModel.load(
-                self._base,
-                device=self.options.device,
-                deterministic=self.options.deterministic,
-                checkpointing=self.options.checkpointing,
-            )
-        open_ones = [self._spec_of(one) for one in self.state.candidates if one.status.is_open]
-        longest = max(longest_rows(self._data(spec), self.options.deterministic) for spec in open_ones)
-        budget = self.options.trainer.budget_on(self._supermodel.device, longest)
-        trainer = Trainer(self._supermodel, replace(self.options.trainer, token_budget=budget, writes_beside=True))
-        try:
-            self._settle(trainer)
-            self._show(None)
-            while trainer.jobs and not self._is_over(trainer):
-                tick = trainer.tick()
-                self._note(tick.ended)
-                self._settle(trainer)
-                self._show(tick)
-        finally:  # stopped, or an error that no candidate is to blame for: nothing that was learnt is lost
-            residents = list(trainer.jobs.values())
-            trainer.close()
-            self._note(job for job in trainer.take_ended() if job.record.state is not State.PAUSED)
-            for job in residents:
-                self._measure(self.state[job.name], job.step)
-            self._judge(trainer)
-            self._save()
+        """Until nobody trains and nobody can join."""
+        if self._is_over():
+            return
+        self._settle([])
+        while self.places.names() and not self._is_over():
+            news = self.places.step()
+            self._note(news)
+            self._settle([self.state[one.name] for one in news if one.state is State.PAUSED])
 
-    def _is_over(self, trainer: Trainer) -> bool:
+    def _is_over(self) -> bool:
         """Whether the sweep is to stop amid its candidates, and says why."""
-        budget, now_s = self.spec.budget, time.monotonic()
-        self.state.spent_s, self._counted_s = self.state.spent_s + now_s - self._counted_s, now_s
+        state, budget, now_s = self.state, self.spec.budget, time.monotonic()
+        state.spent_s, self._counted_s = state.spent_s + now_s - self._counted_s, now_s
+        state.gpu_s += self.places.gpu_s()
         if now_s - self._saved_s > _SAVE_EVERY_S:
             self._save()
-        on_gpu = trainer.supermodel.device.type == "cuda"
-        samples = self.state.samples
-        for job in trainer.jobs.values():
-            samples += samples_at(job.step, len(job.data.train), job.spec.batch_size) - self.state[job.name].samples
-        if self._stopped():
-            self.state.stopped = "it was stopped"
-        elif budget.samples and samples >= budget.samples:
-            self.state.stopped = f"budget.samples = {budget.samples} is spent"
-        elif budget.wall_s and self.state.spent_s >= budget.wall_s:
-            self.state.stopped = f"budget.wall_s = {budget.wall_s:g} is spent"
-        elif budget.gpu_hours and on_gpu and self.state.spent_s >= 3600 * budget.gpu_hours:
-            self.state.stopped = f"budget.gpu_hours = {budget.gpu_hours:g} is spent"
-        return bool(self.state.stopped)
+        away = state.samples - sum(state[name].samples for name in self.places.names())
+        if reason := self._stopped():
+            state.stopped = reason
+        elif budget.samples and away + self.places.samples() >= budget.samples:
+            state.stopped = f"budget.samples = {budget.samples} is spent"
+        elif budget.wall_s and state.spent_s >= budget.wall_s:
+            state.stopped = f"budget.wall_s = {budget.wall_s:g} is spent"
+        elif budget.gpu_hours and state.gpu_s >= 3600 * budget.gpu_hours:
+            state.stopped = f"budget.gpu_hours = {budget.gpu_hours:g} is spent"
+        return bool(state.stopped)
 
-    def _settle(self, trainer: Trainer) -> None:
-        """Between ticks: judge who has been evaluated, take out who is to end or to wait, fill the places."""
-        while True:
-            changed = self._fill(trainer)
-            for job in list(trainer.jobs.values()):
-                one = self.state[job.name]
-                if self._is_fresh(job, one):
-                    self._looked_at[one.name], changed = job.step, True
-                    curve = self._measure(one, job.step)
-                    if not one.is_exempt and (reason := self.spec.early_exit.judge_alone(curve)):
-                        self._exit(trainer, one, reason)
-            changed |= self._judge(trainer)
-            for job in list(trainer.jobs.values()):
-                one = self.state[job.name]
-                if one.is_due:
-                    self._pause(trainer, one, Status.WAITING, f"waits for its siblings at {one.samples} samples")
-                    changed = True
-            if not changed:
-                return
-            self._save()
+    def _settle(self, halting: Sequence[Candidate]) -> None:
+        """Judge those that halt at an evaluation: each goes on, waits for its siblings, or ends. Then fill places."""
+        for one in halting:
+            if not one.is_exempt and (reason := self.spec.early_exit.judge_alone(self._curve(one))):
+                one.status, one.reason = Status.EXITED, reason
+        self._settle_rungs(halting)
+        while self._fill():  # one that cannot join may decide for those that wait for it
+            self._settle_rungs([])
 
-    def _is_fresh(self, job: ResidentJob, one: Candidate) -> bool:
-        """Whether a resident stands right after an evaluation that the rules have not seen."""
-        is_evaluated = job.step > 0 and job.step % one.eval_every == 0 and job.phase is Phase.TRAINING
-        return is_evaluated and self._looked_at.get(one.name) != job.step
-
-    def _fill(self, trainer: Trainer) -> bool:
-        """Attach who is queued, as far as there are places: those first who are at the lowest rung, for others may wait
-        for them. Returns whether anybody was."""
-        queued = [one for one in self.state.candidates if one.status is Status.QUEUED and one.name not in trainer.jobs]
-        queued.sort(key=lambda one: (one.passed, one.number))
-        joining = [one for one in queued if one.name not in trainer.leaving][: self.spec.places - len(trainer.jobs)]
-        for one in joining:
-            seen = self._seen(one)
-            try:
-                spec = seen.spec
-                seen.resident = trainer.attach(
-                    spec, self._data(spec), resume=True, record=seen.record, tokenizer=self._tokenizer
-                )
-            except (TloraError, OSError) as error:
-                one.status, one.reason = Status.FAILED, str(error).removeprefix(f"job {one.name}: ")
-                seen.record.to(State.FAILED, one.reason)
-                log.error("candidate %s: %s", one.name, one.reason)
-        return bool(joining)
-
-    def _measure(self, one: Candidate, step: int) -> Curve:
-        """Bring a candidate's record up to its metrics."""
-        curve, spec = self._curve(one), self._spec_of(one)
-        one.step = step
-        self.state.measure(one, curve, samples_at(step, len(self._data(spec).train), spec.batch_size))
-        return curve
-
-    def _judge(self, trainer: Trainer) -> bool:
-        """Give all verdicts that can be given at rungs; returns whether there was one."""
+    def _settle_rungs(self, halting: Sequence[Candidate]) -> None:
         judged = self.state.judge(self.spec.early_exit.halving)
-        for one in judged:
-            if one.status is Status.EXITED:
-                self._exit(trainer, one, one.reason)
-        return bool(judged)
-
-    def _exit(self, trainer: Trainer, one: Candidate, reason: str) -> None:
-        log.info("candidate %s exits: %s", one.name, reason)
-        self._pause(trainer, one, Status.EXITED, reason)
-
-    def _pause(self, trainer: Trainer, one: Candidate, status: Status, reason: str) -> None:
-        """Take a candidate out, its exact state saved, if it is resident."""
-        one.status, one.reason = status, reason
-        if one.name in trainer.jobs:
-            record = trainer.detach(one.name, reason=reason).record
-            if record.state is State.FAILED:  # its state could not be saved
-                one.status, one.reason = Status.FAILED, record.reason
-        else:
-            self._seen(one).record.reason = reason
-
-    def _note(self, ended: Iterable[ResidentJob]) -> None:
-        """Jobs that have left by themselves."""
-        for job in ended:
-            one = self.state[job.name]
-            self._measure(one, job.step)
-            one.status = Status.FINISHED if job.record.state is State.FINISHED else Status.FAILED
-            one.reason = job.record.reason
+        for one in dict.fromkeys((*(one.name for one in halting), *(one.name for one in judged))):
+            self._decide(self.state[one], is_here=any(one == other.name for other in halting))
+        if halting or judged:
             self._save()
 
-    def _seen(self, one: Candidate) -> Progress:
-        if one.name not in self._progress:
-            self._progress[one.name] = Progress(self._spec_of(one), JobRecord(one.name))
-        return self._progress[one.name]
+    def _decide(self, one: Candidate, *, is_here: bool) -> None:
+        """Carry out what was found of a candidate; `is_here`: its place waits to hear."""
+        if one.is_due:
+            one.status, one.reason = Status.WAITING, f"waits for its siblings at {one.samples} samples"
+        if one.status is Status.EXITED:
+            log.info("candidate %s exits: %s", one.name, one.reason)
+        if one.status is Status.QUEUED and is_here:
+            self._join(one)
+        elif is_here or one.status is Status.EXITED:
+            left = self.places.leave(one.name, one.reason)
+            if left.state is State.FAILED:  # its state could not be saved
+                one.status, one.reason = Status.FAILED, left.reason
 
-    def _show(self, tick: Tick | None) -> None:
-        self._watch(list(self._progress.values()), tick)
+    def _fill(self) -> bool:
+        """Let in who is queued, as far as there is room: those at the lowest rung first, for others may wait for
+        them. Returns whether one could not join."""
+        here = set(self.places.names())
+        queued = [one for one in self.state.candidates if one.status is Status.QUEUED and one.name not in here]
+        queued.sort(key=lambda one: (one.passed, one.number))
+        joined = [self._join(one) for one in queued[: self.places.room()]]
+        return not all(joined)
+
+    def _join(self, one: Candidate) -> bool:
+        spec, rungs = self._spec_of(one), self.state.rungs
+        halt = None
+        if not one.is_exempt:
+            rules = self.spec.early_exit
+            until = rungs[one.passed] if one.is_ranked and one.passed < len(rungs) else 0
+            halt = Halt(until=until, rules=rules)
+        try:
+            self.places.join(spec, self._data(spec), halt)
+        except (TloraError, OSError) as error:
+            one.status, one.reason = Status.FAILED, str(error).removeprefix(f"job {one.name}: ")
+            log.error("candidate %s: %s", one.name, one.reason)
+            return False
+        return True
+
+    def _note(self, news: Iterable[News]) -> None:
+        """What became of candidates, and what they have measured."""
+        for told in news:
+            one, spec = self.state[told.name], self._spec_of(self.state[told.name])
+            one.step = told.step
+            samples = samples_at(told.step, len(self._data(spec).train), spec.batch_size)
+            self.state.measure(one, self._curve(one), samples)
+            if told.state is State.RUNNING:
+                one.revive()
+            elif told.state is not State.PAUSED:
+                one.status = Status.FINISHED if told.state is State.FINISHED else Status.FAILED
+                one.reason = told.reason
+                self._save()
 
     def _save(self) -> None:
         self.state.save(self.spec.folder)

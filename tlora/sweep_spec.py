@@ -35,9 +35,13 @@ from tlora.sweep import EarlyExit
 
 Values = dict[str, Any]
 """A candidate's drawn fields, by dotted name."""
-_OWNED = ("name", "output", "share", "eval_every", "tracking")
+_OWNED = ("name", "output", "share", "eval_every", "objective", "tracking")
 _NUM_RANDOM = 16
 """Configurations of a budget that names none."""
+
+
+def _objective(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
 
 
 def _domain(value: Any) -> Any:
@@ -123,8 +127,9 @@ class SamplerSpec(Spec):
 class Objective(Spec):
     """What is to be low."""
 
-    name: Literal["eval_loss"] = "eval_loss"
-    """The lowest validation loss that a candidate has reached, whose adapter is its `best/`."""
+    name: Literal["eval_loss", "exact_match"] = "eval_loss"
+    """The lowest validation loss that a candidate has reached, or the lowest share of validation rows that it does not
+    answer exactly; the adapter of that evaluation is its `best/`. Called its loss in tables, either way."""
 
 
 class BudgetSpec(Spec):
@@ -149,7 +154,7 @@ class SweepSpec(Spec):
     space: Annotated[dict[str, Annotated[Domain, BeforeValidator(_domain)]], Field(min_length=1)]
     """What varies: domains by the dotted name of the job's field."""
     sampler: SamplerSpec = SamplerSpec()
-    objective: Objective = Objective()
+    objective: Annotated[Objective, BeforeValidator(_objective)] = Objective()
     budget: BudgetSpec = BudgetSpec()
     early_exit: EarlyExit = EarlyExit()
     places: Count = 8
@@ -175,6 +180,11 @@ class SweepSpec(Spec):
             return math.prod(int(domain.size) for domain in self.space.values())
         return self.budget.configurations or _NUM_RANDOM
 
+    @property
+    def first(self) -> JobSpec:
+        """A candidate at the lowest values: what can be checked of all before any is drawn. Raises SpecError."""
+        return self.candidate(0, configure(self.space, dict.fromkeys(self.space, 0.0)))
+
     def candidate(self, number: int, values: Values, *, where: str | None = None, **cadences: int) -> JobSpec:
         """The job of a candidate, `eval_every` and `save_every` among the `cadences`. Raises SpecError."""
         job = deepcopy(self.job)
@@ -190,11 +200,20 @@ class SweepSpec(Spec):
         job |= {
             "name": name,
             "output": f"{self.output}/candidates/{name}",
+            "objective": self.objective.name,
             "tracking": {**tracking, "group": tracking.get("group") or self.name},
             **cadences,
         }
         shown = ", ".join(f"{key} = {value}" for key, value in values.items())
         return parse_job(job, where=f"sweep {self.name}, candidate {number} ({shown})" if where is None else where)
+
+
+def is_sweep(path: Path) -> bool:
+    """Whether a file holds a sweep rather than a job; what is wrong with it is for its loading to say."""
+    try:
+        return "space" in read_yaml(path, (), "a job or a sweep")
+    except SpecError:
+        return False
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepSpec:
@@ -218,9 +237,10 @@ def parse_sweep(values: Mapping[str, Any], where: str = "sweep") -> SweepSpec:
 
 def _faults(spec: SweepSpec) -> Iterator[str]:
     known = set(fields(JobSpec))
-    for key in ("name", "output", "eval_every"):
+    instead = {"eval_every": " or set early_exit.evaluations", "objective": " or set the sweep's own"}
+    for key in ("name", "output", "eval_every", "objective"):
         if key in spec.job:
-            yield f"job.{key}: is the sweep's to set. Remove it" + (" or set early_exit.evaluations." * (key[0] == "e"))
+            yield f"job.{key}: is the sweep's to set. Remove it{instead.get(key, '')}."
     for key, domain in spec.space.items():
         if any(name.startswith(f"{key}.") for name in known):
             yield f"space.{key}: is a section; want one of its fields, such as {key}.{_first_field(key, known)}."

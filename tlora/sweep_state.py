@@ -4,7 +4,7 @@ A record, with the verdicts that follow from it: no torch, no clock. Kept by `tl
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -64,6 +64,10 @@ class Candidate:
     best_loss: float | None = None
     best_samples: int | None = None
 
+    def revive(self) -> None:
+        """Reverse its exit."""
+        self.status, self.reason, self.is_exempt, self.exited_at = Status.QUEUED, "", True, None
+
     @property
     def is_ranked(self) -> bool:
         """Whether it is compared with siblings from here on."""
@@ -88,6 +92,8 @@ class SweepState:
     rungs: list[int] = field(default_factory=list)
     spent_s: float = 0.0
     """Seconds in training, restarts included."""
+    gpu_s: float = 0.0
+    """Seconds of GPUs."""
     stopped: str = ""
     """Why it ended before its candidates had."""
     candidates: list[Candidate] = field(default_factory=list)
@@ -114,19 +120,15 @@ class SweepState:
         with atomic_path(folder / _FILE) as path:
             path.write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=1), encoding="utf-8")
 
-    def refuse_changes(self, spec: SweepSpec) -> None:
-        """Raise SpecError if a sweep that is resumed is not the one that was saved; its budget may be another."""
-        new = spec.model_dump(mode="json")
-        changed = [key for key in new if key not in _FREE and new[key] != self.spec.get(key)]
-        if changed:
-            lines = [f"{key}: {self.spec.get(key)!r} was, {new[key]!r} is asked" for key in changed]
-            raise SpecError(f"{spec.folder} holds a sweep with other settings: {'; '.join(lines)}. Put them back.")
+    def take(self, spec: SweepSpec) -> None:
+        """Go on by this spec. Raises SpecError if it is not the sweep that was saved; its budget may be another."""
+        refuse_changes(self.spec, spec)
         drawn = sum(not one.is_fork for one in self.candidates)
         if drawn > spec.num_configurations:
             raise SpecError(
                 f"budget.configurations = {spec.num_configurations}: {drawn} are drawn already; want as many or more."
             )
-        self.spec, self.stopped = new, ""
+        self.spec, self.stopped = spec.model_dump(mode="json"), ""
 
     def __getitem__(self, name: str) -> Candidate:
         for one in self.candidates:
@@ -216,6 +218,14 @@ class SweepState:
 
     def beaten(self, rung: int, verdict: Verdict) -> str:
         return f"under-performs at {self.rungs[rung]} samples: {verdict.reason}"
+
+
+def refuse_changes(old: Mapping[str, Any], spec: SweepSpec) -> None:
+    """Raise SpecError if a sweep is to go on with other settings than its budget and the like."""
+    new = spec.model_dump(mode="json")
+    if changed := [key for key in new if key not in _FREE and new[key] != old.get(key)]:
+        lines = [f"{key}: {old.get(key)!r} was, {new[key]!r} is asked" for key in changed]
+        raise SpecError(f"{spec.folder} holds a sweep with other settings: {'; '.join(lines)}. Put them back.")
 
 
 def statuses(candidates: Sequence[Candidate]) -> str:

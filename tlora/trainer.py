@@ -285,7 +285,16 @@ class Trainer:
     def _send(self, items: list[Item], phase: Phase) -> None:
         batch = self._pack(items, phase)
         training = phase is Phase.TRAINING
-        self._note(items, self.supermodel.train(batch) if training else self.supermodel.evaluate(batch))
+        self._note(
+            items,
+            self.supermodel.train(batch)
+            if training
+            else self.supermodel.evaluate(batch, with_wrong=self._counts_wrong(items)),
+        )
+
+    def _counts_wrong(self, items: list[Item]) -> bool:
+        slots = {item.slot for item in items}
+        return any(job.slot in slots and job.spec.objective == "exact_match" for job in self.jobs.values())
 
     def _pack(self, items: list[Item], phase: Phase) -> Batch:
         num_rows = sum(rows_of(item.sequence, self.supermodel.deterministic) for item in items)
@@ -359,18 +368,21 @@ class Trainer:
             self._settle(job)
 
     def _finish_evaluation(self, jobs: list[ResidentJob]) -> None:
-        losses = torch.stack([job.summed_loss().double() for job in jobs]).tolist() if jobs else []
-        for job, loss in zip(jobs, losses, strict=True):
-            self._guard(job, partial(self._after_evaluation, job, loss))
+        found = [torch.stack([job.summed_loss().double(), job.exact_match()]) for job in jobs]
+        for job, (loss, exact_match) in zip(jobs, torch.stack(found).tolist() if found else (), strict=True):
+            self._guard(job, partial(self._after_evaluation, job, loss, exact_match))
 
-    def _after_evaluation(self, job: ResidentJob, loss: float) -> None:
+    def _after_evaluation(self, job: ResidentJob, loss: float, exact_match: float) -> None:
         job.eval_loss = loss
         if not math.isfinite(loss):
             raise self._no_longer_finite(job, f"evaluation loss became {loss} at step {job.step}")
         assert job.tracker is not None
-        job.tracker.write({"step": job.step, "epoch": job.epoch, "eval_loss": loss})
-        if loss < job.best_loss:
-            job.best_loss = loss
+        row, objective = {"step": job.step, "epoch": job.epoch, "eval_loss": loss}, loss
+        if job.spec.objective == "exact_match":
+            row["exact_match"], objective = exact_match, 1.0 - exact_match
+        job.tracker.write(row)
+        if objective < job.best_loss:
+            job.best_loss = objective
             job.settle_files(most=IN_FLIGHT)
             self._export(job, BEST)
         self._settle(job)

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,37 +16,6 @@ from tlora.errors import ClusterError, StateError
 from tlora.job import State
 from tlora.spec import JobSpec
 from tlora.tracking import read_metrics
-
-
-@pytest.fixture(scope="module")
-def _ray() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="tl") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(
-            address="local",
-            num_cpus=8,
-            include_dashboard=False,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            object_store_memory=150_000_000,
-            _temp_dir=folder,
-            runtime_env={"env_vars": toy.RAY},
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
-@pytest.fixture
-def client(_ray: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
-    """Of a scheduler with two CPU workers, or as the test's parameter says."""
-    toy.write_base(tmp_path)
-    settings = {"jobs_per_worker": 2, "idle_s": 5.0, **getattr(request, "param", {})}
-    connect(toy.cluster_spec(tmp_path, **settings))
-    yield Client()
-    Client().down()
-    assert not [actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
 
 
 def step(client: Client, name: str) -> int:

@@ -9,6 +9,7 @@ import pytest
 
 from tlora.actors.journal import Journal
 from tlora.actors.messages import JobReport, Orders, Report
+from tlora.actors.register import Foretold
 from tlora.actors.roster import GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import StateError
@@ -348,3 +349,44 @@ def test_a_unit_without_memory_makes_the_ticks_of_its_group_smaller(desk: Desk, 
     assert running.say().most_rows == 128
     other = FakeWorker(desk, "v", rank=1)
     assert other.say().most_rows == 128
+
+
+def test_a_candidate_that_halts_is_paused_until_its_sweep_or_its_user_lets_it_go_on(desk: Desk) -> None:
+    desk.submit()
+    roster, worker = desk.roster, FakeWorker(desk, "w")
+    roster.train(spec_of("a"), {"until": 8}, desk.now_s)
+    roster.train(spec_of("a"), {"until": 8}, desk.now_s)  # said twice
+    worker.say()
+    desk.plan()
+    worker.say()
+    order = worker.orders.jobs["a"]
+    assert order.halt == {"until": 8}
+    halts = JobReport(order.attempt, State.PAUSED, "waits", step=4)
+    worker.say(a=halts)
+    assert "a" not in worker.say(a=halts).jobs
+    (row,) = roster.status()
+    assert (row["state"], row["reason"], row["halts"]) == ("paused", "waits", False)
+    roster.explain("a", "under-performs", desk.now_s)
+    desk.journal.close()
+    desk.open()
+    assert desk.roster.status()[0]["reason"] == "under-performs"
+    desk.roster.train(spec_of("a"), {"until": 24}, desk.now_s)
+    assert desk.roster.entry("a").halt == {"until": 24}
+    desk.roster.pause(["a"], desk.now_s)
+    desk.roster.resume(["a"], desk.now_s)  # by its user, who had paused it: it halts where it was to
+    assert desk.roster.entry("a").halt == {"until": 24}
+
+
+def test_a_candidate_that_halts_while_it_is_cancelled_is_cancelled(desk: Desk, running: FakeWorker) -> None:
+    desk.roster.cancel(["a"], desk.now_s, keep=True)
+    desk.roster.pause(["b"], desk.now_s)
+    orders = {name: JobReport(1, State.PAUSED, "waits") for name in ("a", "b")}
+    running.say(**orders)
+    assert desk.states() == {"a": "cancelled", "b": "paused"}
+
+
+def test_candidates_are_ranked_by_what_is_expected_of_them(desk: Desk) -> None:
+    desk.submit("a", "b")
+    desk.roster.foretold = {"a": Foretold("s", 80.0, 800.0, 0), "b": Foretold("s", 160.0, 1600.0, 16)}
+    jobs = desk.roster.cluster_state(desk.now_s).jobs
+    assert [(job.sweep, job.remaining, job.way) for job in jobs.values()] == [("s", 10.0, 100.0), ("s", 20.0, 200.0)]

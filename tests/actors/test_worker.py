@@ -10,7 +10,7 @@ import torch
 import toy
 from safetensors.torch import load_file
 
-from tlora import trainer
+from tlora import local, trainer
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
 from tlora.actors.worker import Worker
 from tlora.checkpoint import STATE, JobFolder, read_meta, save_state
@@ -36,9 +36,16 @@ class Desk:
             "node",
         )
 
-    def order(self, *specs: JobSpec, attempt: int = 1, drop: frozenset[str] = frozenset(), stop: bool = False) -> None:
+    def order(
+        self,
+        *specs: JobSpec,
+        attempt: int = 1,
+        drop: frozenset[str] = frozenset(),
+        stop: bool = False,
+        halt: dict[str, Any] | None = None,
+    ) -> None:
         self.number += 1
-        jobs = {spec.name: Order(spec.model_dump(mode="json"), attempt) for spec in specs}
+        jobs = {spec.name: Order(spec.model_dump(mode="json"), attempt, halt or {}) for spec in specs}
         self.worker.mailbox.put(Orders(self.number, jobs, drop, stop))
 
     def until(self, seen: Callable[[Report], bool], most: int = 2000) -> Report:
@@ -366,3 +373,33 @@ def test_a_base_without_room_anywhere_fails_its_job(tmp_path: Path, monkeypatch:
     desk = Desk(tmp_path, most_workers=4)
     desk.order(toy.named_job(tmp_path, "a"))
     assert "no plan for 4 workers" in desk.ends("a").reason
+
+
+def test_a_candidate_halts_at_its_rung_and_goes_on_as_if_it_had_not(desk: Desk) -> None:
+    """To the step, also in a worker that takes it up from there."""
+    spec = toy.named_job(desk.folder, "a", steps=8, eval_every=2, save_every=100, batch_size=2)
+    desk.order(spec, halt={"until": 7})
+    for attempt in (1, 2):
+        report = desk.until(lambda report: report.jobs["a"].state is State.PAUSED).jobs["a"]
+        assert (report.step, report.reason) == (4, "waits for its siblings at 8 samples")
+        assert read_meta(spec.folder)["step"] == 4
+        desk.order()
+        desk.until(lambda report: not report.jobs)
+        desk.order(spec, attempt=attempt + 1, halt={"until": 7} if attempt == 1 else {})
+    assert desk.ends("a").step == 8
+    assert same(adapter(spec), alone(spec))
+
+
+def test_rows_are_read_once_for_jobs_that_share_them(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, read_data = [], local.read_data
+    monkeypatch.setattr(local, "read_data", lambda spec, *rest: read.append(spec.name) or read_data(spec, *rest))
+    data = {"path": str(desk.folder / "rows.jsonl")}
+    first, second, third = (toy.named_job(desk.folder, name, data=data, steps=200) for name in ("a", "b", "c"))
+    desk.order(first, second)
+    desk.until(lambda report: all(report.jobs[name].step for name in ("a", "b") if name in report.jobs))
+    assert read == ["a"]
+    with (desk.folder / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "say", "completion": "more"}\n')
+    desk.order(first, second, third)
+    desk.until(lambda report: report.jobs["c"].step > 0)
+    assert read == ["a", "c"]  # the file has changed

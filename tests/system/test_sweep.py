@@ -16,44 +16,18 @@ from safetensors.torch import load_file
 
 from tlora import sweep_run
 from tlora.errors import SpecError
-from tlora.local import RunOptions, prepare, train
+from tlora.local import Progress, RunOptions, prepare, train
 from tlora.spec import JobSpec, load_job
-from tlora.sweep_run import run_sweep
-from tlora.sweep_spec import SweepSpec, parse_sweep
+from tlora.sweep_local import run_sweep
 from tlora.sweep_state import Status
 
 OPTIONS = RunOptions(device="cpu", deterministic=True)
 RESUME = RunOptions(device="cpu", deterministic=True, resume=True)
 
 
-def write_rows(folder: Path) -> None:
-    toy.write_base(folder)
-    for name, numbers in (("rows", range(100, 140)), ("held_out", range(200, 208))):
-        rows = [json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in numbers]
-        (folder / f"{name}.jsonl").write_text("".join(rows))
-
-
-def sweep(folder: Path, **changes: object) -> SweepSpec:
-    values = {
-        "name": "s",
-        "job": {
-            "base": {"model": str(folder / "base")},
-            "data": {"path": str(folder / "rows.jsonl"), "eval_path": str(folder / "held_out.jsonl")},
-            "adapter": {"targets": "all-linear", "dropout": 0.1},
-            "epochs": 2,
-        },
-        "space": {"optim.lr": {"log_uniform": [1e-4, 1e-1]}, "adapter.rank": [2, 4], "batch_size": [2, 4]},
-        "budget": {"configurations": 7},
-        "early_exit": {"evaluations": 16, "halving": {"warmup": 0.125}},
-        "places": 3,
-        "output": str(folder / "out"),
-    }
-    return parse_sweep({**values, **changes})
-
-
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
-    write_rows(tmp_path)
+    toy.write_sweep(tmp_path)
     return tmp_path
 
 
@@ -74,11 +48,11 @@ def alone(spec: JobSpec) -> Path:
 def test_a_sweep_ends_the_weak_and_its_winner_is_what_it_would_be_alone(
     desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, read, most = sweep(desk), [], []
+    spec, read, most = toy.sweep(desk), [], []
     read_data = sweep_run.read_data
     monkeypatch.setattr(sweep_run, "read_data", lambda *args: read.append(args) or read_data(*args))
 
-    def watch(progress: list[sweep_run.Progress], tick: object) -> None:
+    def watch(progress: list[Progress], tick: object) -> None:
         most.append(sum(one.record.state == "running" for one in progress))
 
     state = run_sweep(spec, OPTIONS, watch=watch)
@@ -105,7 +79,7 @@ def test_a_sweep_ends_the_weak_and_its_winner_is_what_it_would_be_alone(
 
 def test_an_exit_is_reversed_exactly(desk: Path) -> None:
     """Inside the sweep by --revive, and outside it as the ordinary paused job that it is."""
-    spec = sweep(desk)
+    spec = toy.sweep(desk)
     state = run_sweep(spec, OPTIONS)
     first, second = [one.name for one in state.candidates if one.status is Status.EXITED][:2]
     jobs = {name: load_job(spec.folder / "candidates" / name / "job.yaml") for name in (first, second)}
@@ -120,7 +94,7 @@ def test_an_exit_is_reversed_exactly(desk: Path) -> None:
 
 
 def test_a_sweep_is_stopped_resumed_extended_and_its_leader_forked(desk: Path) -> None:
-    spec = sweep(desk)
+    spec = toy.sweep(desk)
     ticks = iter(range(20))
     state = run_sweep(spec, OPTIONS, stopped=lambda: next(ticks, None) is None)
     assert state.stopped
@@ -128,11 +102,11 @@ def test_a_sweep_is_stopped_resumed_extended_and_its_leader_forked(desk: Path) -
     with pytest.raises(SpecError, match=r"holds a sweep already. Add --resume"):
         run_sweep(spec, OPTIONS)
     with pytest.raises(SpecError, match="holds a sweep with other settings: sampler"):
-        run_sweep(sweep(desk, sampler={"seed": 5}), RESUME)
-    small = sweep(desk, budget={"configurations": 7, "samples": state.samples + 20})
+        run_sweep(toy.sweep(desk, sampler={"seed": 5}), RESUME)
+    small = toy.sweep(desk, budget={"configurations": 7, "samples": state.samples + 20})
     assert "budget.samples" in run_sweep(small, RESUME).stopped
     run_sweep(spec, RESUME)
-    more = run_sweep(sweep(desk, budget={"configurations": 9}), RESUME, fork=["optim.lr=1e-4"])
+    more = run_sweep(toy.sweep(desk, budget={"configurations": 9}), RESUME, fork=["optim.lr=1e-4"])
     assert (len(more.candidates), len(more.drawn)) == (10, 9)
     assert not any(one.status.is_open for one in more.candidates)
     fork = next(one for one in more.candidates if one.is_fork)
@@ -143,22 +117,22 @@ def test_a_sweep_is_stopped_resumed_extended_and_its_leader_forked(desk: Path) -
 
 def test_validation_rows_must_be_the_same_for_all(desk: Path) -> None:
     with pytest.raises(SpecError, match="its validation rows are not those of the others"):
-        run_sweep(sweep(desk, space={"data.train_on": ["assistant", "all"]}, budget={"configurations": 2}), OPTIONS)
+        run_sweep(toy.sweep(desk, space={"data.train_on": ["assistant", "all"]}, budget={"configurations": 2}), OPTIONS)
 
 
 CHILD = """
 import sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
-from test_sweep import RESUME, run_sweep, sweep
+from test_sweep import RESUME, run_sweep, toy
 print("begun", flush=True)
-run_sweep(sweep(Path({folder!r}), output={output!r}), RESUME)
+run_sweep(toy.sweep(Path({folder!r}), output={output!r}), RESUME)
 """
 
 
 def test_killed_at_any_moment_it_ends_the_same(desk: Path) -> None:
     """kill −9, again and again: the same winner, leaderboard and adapter as without."""
-    quiet = sweep(desk)
+    quiet = toy.sweep(desk)
     run_sweep(quiet, OPTIONS)
     output = desk / "killed"
     code = CHILD.format(here=str(Path(__file__).parent), folder=str(desk), output=str(output))
@@ -177,7 +151,7 @@ def test_killed_at_any_moment_it_ends_the_same(desk: Path) -> None:
         if code_s != -signal.SIGKILL or killed == 4:
             break
     assert killed >= 2
-    run_sweep(sweep(desk, output=str(output)), RESUME)
+    run_sweep(toy.sweep(desk, output=str(output)), RESUME)
     for name in ("leaderboard.json", "leaderboard.csv"):
         assert (output / name).read_bytes() == (quiet.folder / name).read_bytes()
     assert equal(weights(output / "best"), weights(quiet.folder / "best"))

@@ -38,7 +38,9 @@ LAYERS = {
     "tlora.group_trainer": TRAINER,
     "tlora.local": TRAINER,
     "tlora.profiling": TRAINER,
+    "tlora.halting": TRAINER,
     "tlora.sweep_run": TRAINER,
+    "tlora.sweep_local": TRAINER,
     "tlora.console": FRONT,
     "tlora.client": FRONT,
     "tlora.cli": FRONT,
@@ -47,7 +49,8 @@ LAYERS = {
     "tlora.__main__": FRONT,
 }
 DECIDING = (
-    "scheduling policy placement sizing capacity simulate baselines replays traces report sweep sweep_spec sweep_state"
+    "scheduling policy placement sizing capacity simulate baselines replays traces report sweep sweep_spec sweep_state "
+    "sweep_order sweep_simulate sweep_replay"
 )
 PURE = (*(f"tlora.{name}" for name in DECIDING.split()), "tlora.job", "tlora.errors", "tlora.plan")
 HEAVY = {"torch", "transformers", "ray", "triton", "peft", "datasets", "wandb"}

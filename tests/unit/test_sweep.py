@@ -2,42 +2,15 @@
 
 import math
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import END, EVERY, curve, falling
 
 from tlora.sweep import Curve, Divergence, EarlyExit, Halving, Overfitting, Reading, interval, samples_at, scatter
 from tlora.sweep_replay import replay
 from tlora.sweep_state import Status
-
-END, EVERY, BATCH, ROWS = 1536, 48, 8, 64
-
-
-def curve(
-    loss: Callable[[float], float],
-    *,
-    noise: float = 0.0,
-    validation: Callable[[float], float] | None = None,
-    seed: int = 0,
-    batch: int = BATCH,
-    end: int = END,
-) -> Curve:
-    """A candidate whose losses follow functions of the share trained; `noise`: the scatter of one sequence's loss."""
-    rng = random.Random(seed)
-    validation = validation or loss
-
-    def drawn(of: Callable[[float], float], at: int, sequences: int) -> float:
-        return of(at / END) + rng.gauss(0.0, noise / math.sqrt(sequences))
-
-    train = [(at, drawn(loss, at - batch, batch)) for at in range(batch, end + 1, batch)]
-    evaluated = [(at, drawn(validation, at, ROWS)) for at in range(EVERY, end + 1, EVERY)]
-    return Curve(train, evaluated, batch, ROWS)
-
-
-def falling(floor: float, speed: float = 8.0) -> Callable[[float], float]:
-    return lambda share: floor + (3.0 - floor) * math.exp(-speed * share)
 
 
 def test_samples_count_the_short_batch_at_the_end_of_each_epoch() -> None:

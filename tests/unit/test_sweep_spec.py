@@ -8,7 +8,7 @@ import pytest
 
 from tlora.errors import CheckpointError, SpecError
 from tlora.sweep import Reading
-from tlora.sweep_spec import Result, draw, load_sweep, parse_sweep
+from tlora.sweep_spec import Result, draw, is_sweep, load_sweep, parse_sweep
 from tlora.sweep_state import Candidate, SweepState
 
 JOB = {"base": {"model": "m"}, "data": {"path": "rows", "eval_path": "held-out"}}
@@ -111,6 +111,9 @@ def test_a_space_that_is_too_small_is_refused() -> None:
 def test_a_file_is_named_after_itself(tmp_path: Path) -> None:
     file = tmp_path / "rates.yaml"
     file.write_text("job: {base: {model: m}, data: {path: p, eval_path: q}}\nspace: {optim.lr: [1e-4, 1.0e-3]}\n")
+    job = tmp_path / "job.yaml"
+    job.write_text("base: {model: m}\n")
+    assert (is_sweep(file), is_sweep(job), is_sweep(tmp_path / "none.yaml")) == (True, False, False)
     spec = load_sweep(file, ["budget.configurations=2"])
     assert (spec.name, spec.output, spec.num_configurations) == ("rates", "outputs/rates", 2)
     assert {one["optim.lr"] for one in draw(spec, [], [])} == {1e-4, 1e-3}  # YAML takes 1e-4 for a text
@@ -124,8 +127,8 @@ def test_a_state_is_read_as_it_was_written_and_damage_is_seen(tmp_path: Path) ->
     assert SweepState.load(tmp_path) == state
     assert SweepState.load(tmp_path / "other") is None
     with pytest.raises(SpecError, match=r"space: .* was, .* is asked"):
-        state.refuse_changes(sweep(space={"optim.lr": [1e-3]}))
-    state.refuse_changes(sweep(budget={"configurations": 99}, places=3))
+        state.take(sweep(space={"optim.lr": [1e-3]}))
+    state.take(sweep(budget={"configurations": 99}, places=3))
     (tmp_path / "sweep.json").write_text((tmp_path / "sweep.json").read_text()[:-40])
     with pytest.raises(CheckpointError, match="is damaged"):
         SweepState.load(tmp_path)

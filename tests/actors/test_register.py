@@ -1,0 +1,57 @@
+"""A cluster's book of sweeps: wishes, answers, and what may not change."""
+
+from pathlib import Path
+
+import pytest
+
+from tlora.actors.register import Foretold, Register, Row, row_of
+from tlora.errors import SpecError, StateError
+from tlora.job import State
+from tlora.sweep import EarlyExit, Halving
+from tlora.sweep_replay import begin
+from tlora.sweep_spec import SweepSpec, parse_sweep
+
+
+def sweep(**changes: object) -> SweepSpec:
+    job = {"base": {"model": "m"}, "data": {"path": "d", "eval_path": "e"}}
+    return parse_sweep({"name": "s", "job": job, "space": {"adapter.rank": [2, 4, 8]}, **changes})
+
+
+def test_a_sweep_is_wished_for_answered_paused_and_goes_on(tmp_path: Path) -> None:
+    book = Register(tmp_path)
+    assert book.names() == []
+    assert book.submit(sweep(), 5.0)
+    assert not book.submit(sweep(), 6.0)
+    assert book.wish("s").spec["output"] == str(tmp_path / "outputs" / "s")
+    assert (book.is_open("s"), book.status("s")["state"]) == (True, "queued")
+    book.tell("s", Row(1, State.RUNNING))
+    book.want("s", State.PAUSED)
+    assert book.is_open("s")  # until it is answered
+    book.tell("s", Row(2, State.PAUSED))
+    assert (book.is_open("s"), book.status("s")["state"]) == (False, "paused")
+    assert book.submit(sweep(budget={"configurations": 3}), 7.0)
+    assert (book.wish("s").number, book.wish("s").submitted_s) == (3, 5.0)
+    with pytest.raises(SpecError, match="other settings: sampler"):
+        book.submit(sweep(sampler={"seed": 3}), 8.0)
+    book.tell("s", Row(3, State.FINISHED))
+    with pytest.raises(StateError, match="sweep s is finished: it cannot become paused"):
+        book.want("s", State.PAUSED)
+    book.want("s", State.RUNNING)
+    assert book.is_open("s")
+    book.want("s", State.CANCELLED)
+    with pytest.raises(StateError, match="sweep s is cancelled: it cannot become running"):
+        book.want("s", State.RUNNING)
+
+
+def test_what_is_expected_of_candidates_is_known_until_they_end(tmp_path: Path) -> None:
+    book, state = Register(tmp_path), begin({"s-000": 96, "s-001": 96}, EarlyExit(), 6)
+    book.submit(sweep(), 0.0)
+    state.candidates[0].samples = 6
+    book.tell("s", row_of(state, Halving(), 1, State.RUNNING, "", 0.0))
+    found = book.ahead()
+    assert found["s-000"].sweep == "s"
+    assert (found["s-000"].way, found["s-001"].way) == (90, 96)
+    assert found["s-000"].steps(step=3, batch=6) == (pytest.approx((found["s-000"].expected - 12) / 6), 13.0)
+    assert Foretold("s", 10.0, 10.0, 0).steps(step=100, batch=4) == (1.0, 1.0)
+    book.tell("s", row_of(state, Halving(), 1, State.FINISHED, "", 0.0))
+    assert book.ahead() == {}
