@@ -193,6 +193,8 @@ class Worker:
         """Begin to read a job's data and state; the base first, if this is the first job."""
         try:
             spec = parse_job(order.spec)
+            if spec.base != self._base:
+                raise StateError(f"got a job of base {spec.base.model}; this worker has {self._base.model}.")
             if self._trainer is None:
                 self._trainer = self._load()
             self._coming[name] = _Coming(order, spec, self._readers.submit(self._prepare, self._trainer, spec))

@@ -131,7 +131,7 @@ class Planner:
         if self._take_idle(job, most, [job.base]):
             return True
         joined = self._partners(job, pool) if self.rules.shares else []
-        others = sorted(self.state.idle.keys() - {job.base})
+        others = self._loadable(job.base)
         if others and (not joined or self._repays_load(job)) and self._take_idle(job, most, others):
             return True
         if joined:
@@ -167,6 +167,10 @@ class Planner:
             if worker.base != base:
                 self.state.load_base(worker, base, self.now_s + self.costs.load_s)
                 self.made.loads[worker.name] = base
+
+    def _loadable(self, base: str) -> list[str]:
+        """Bases whose idle workers may load another. Those of a group keep theirs: it ends, and another starts."""
+        return sorted(self.state.idle.keys() - {base}) if self.state.groups is None else []
 
     def _repays_load(self, job: Job) -> bool:
         return job.remaining * job.alone_s > self.rules.repay * self.costs.load_s
@@ -323,7 +327,7 @@ class Planner:
 
     def _relieve(self, worker: Worker, pool: Pool) -> bool:
         """Give the jobs of a worker more room, if that repays itself."""
-        state, model = self.state, pool.model
+        model = pool.model
         movable = [job for job in worker.jobs.values() if job.can_move]
         for job in sorted(movable, key=lambda job: (-job.claim[2], job.name))[:2]:
             count = len(job.workers)
@@ -334,9 +338,7 @@ class Planner:
                 keep, more, cost_s = job.workers, count, self.costs.split_s
             else:
                 continue
-            base = next(
-                (base for base in (job.base, *sorted(state.idle.keys() - {job.base})) if self._idle(base, more)), None
-            )
+            base = next((base for base in (job.base, *self._loadable(job.base)) if self._idle(base, more)), None)
             if base is None:
                 continue
             cost_s += self.costs.load_s if base != job.base else 0.0
