@@ -24,7 +24,7 @@ from tlora.actors.names import NAMESPACE, SCHEDULER
 from tlora.actors.roster import GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError
-from tlora.scheduling import Plan, schedule
+from tlora.scheduling import Plan
 from tlora.spec import BaseSpec, parse_job
 
 log = logging.getLogger("tlora")
@@ -84,8 +84,7 @@ class Scheduler:
             self._roster.cancel(names, time.time(), keep=keep)
 
     def status(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        with self._lock:
-            return self._roster.status(names)
+        return self._roster.status(names)  # of values that do not change: nobody waits for a long list
 
     def spec(self, name: str) -> dict[str, Any]:
         """A job's own, as it was submitted."""
@@ -138,7 +137,7 @@ class Scheduler:
     def _is_busy(self) -> bool:
         with self._lock:
             self._roster.lose_silent(time.time())
-            return bool(self._starting) or any(entry.place for entry in self._roster.jobs.values())
+            return bool(self._starting) or bool(self._roster.placed())
 
     # --- the plan
 
@@ -180,12 +179,12 @@ class Scheduler:
             now_s = time.time()
             roster = self._roster
             roster.lose_silent(now_s)
-            plan = schedule(roster.cluster_state(now_s, draining), now_s)
-            roster.take_places(plan, now_s)
+            plan = roster.plan(now_s, draining)
             self._resize(plan)
             if now_s - self._published_s > _PUBLISH_S:
                 self._published_s = now_s
-                self._metrics.publish(roster.status(), roster.describe_workers(), now_s)
+                placed, workers = roster.status(roster.placed()), roster.describe_workers()
+                self._metrics.publish(roster.counts, placed, workers, now_s)
         for name, (size, leaving) in list(self._untold.items()):
             if name not in self._starting and group.resize(name, size, leaving):
                 del self._untold[name]

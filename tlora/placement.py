@@ -101,6 +101,8 @@ class Job:
     """Predicted step time alone, on the GPUs that it asks for."""
     fewest: int = 1
     """GPUs with which it can stay within its bound."""
+    need: float = 0.0
+    """Tokens of each full tick of a worker with which it can."""
     workers: tuple["Worker", ...] = ()
     claim: Claim = NOTHING
     """On each of its workers."""
@@ -220,6 +222,8 @@ class Placements:
         """Jobs whose rate has changed since it was last asked."""
         self.refilled: dict[str, None] = {}
         """Workers whose ticks are dealt anew since that was last asked."""
+        self._seated: dict[str, None] = {}
+        """Workers of jobs that were there before, and are not dealt yet."""
         self.used: dict[str, int] = {}
         """Placements on workers, by user."""
 
@@ -301,13 +305,16 @@ class Placements:
         """On a worker that has it already; `settle` counts them all."""
         job.workers = (worker,)
         worker.jobs[job.name] = job
+        self._seated[worker.name] = None
         job.claim = self.claim_of(job, 1)
         self.used[job.user] = self.used.get(job.user, 0) + 1
 
     def settle(self, now_s: float) -> None:
         """After all that was there before has been put in."""
-        for worker in self.workers.values():
-            self._share_out(worker, now_s)
+        for worker in (self.workers.get(name) for name in self._seated):
+            if worker is not None:
+                self._share_out(worker, now_s)
+        self._seated.clear()
 
     def claim_of(self, job: Job, count: int) -> Claim:
         """Of a job on so many workers."""

@@ -61,13 +61,11 @@ class Planner:
     def _age(self) -> None:
         """Jobs that have waited as long as they may go before all others, in the order of their deadlines."""
         state = self.state
-        while state.deadlines and state.deadlines[0][0] <= self.now_s:
-            _, name = state.deadlines.pop(0)
-            job = state.jobs.get(name)
-            if job is not None:
-                job.is_overdue = True
-                if not job.workers:
-                    state.overdue[name] = None
+        for name in list(state.deadlines.below(self.now_s))[::-1]:
+            state.deadlines.drop(name)
+            state.jobs[name].is_overdue = True
+            if not state.jobs[name].workers:
+                state.overdue[name] = None
 
     def _someone_waits(self) -> bool:
         return any(pool.waiting.items for pool in self.state.pools.values())

@@ -8,13 +8,12 @@ nobody starves; idle GPUs first, else what nobody misses, else what stretched jo
 place of a job that has far longer to go.
 """
 
-from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tlora import sizing
-from tlora.placement import Job, Model, Placements, Unmeasured, Worker, part_of
+from tlora.placement import Job, Model, Order, Placements, Unmeasured, Worker, part_of
 from tlora.policy import Planner
 from tlora.sizing import Group
 
@@ -114,7 +113,8 @@ class ClusterState(Placements):
         """Jobs that no plan has seen yet."""
         self.freed: set[str] = set()
         """Bases on whose workers something has become free since the last plan; an empty one: a worker has."""
-        self.deadlines: list[tuple[float, str]] = []
+        self.deadlines = Order()
+        """Jobs by when they have waited as long as they may."""
         self.overdue: dict[str, None] = {}
         self.by_quota: dict[str, dict[str, None]] = {}
         """Jobs that wait for their user's quota, by user."""
@@ -149,9 +149,11 @@ class ClusterState(Placements):
         )
         if not job.can_split:
             job.fewest = 1
+        full_s, part = model.tick_s(model.budgets[-1]), part_of(model, job, 1)
+        job.need = min(part * full_s / max(job.bound * job.alone_s, full_s), model.budgets[-1])
         self.jobs[job.name] = job
         patience_s = self.rules.patience_s + self.rules.patience_lone * job.remaining * job.alone_s
-        insort(self.deadlines, (job.submitted_s + patience_s, job.name))
+        self.deadlines.put(job.name, job.submitted_s + patience_s)
 
     def _split_s(self, job: Job, count: int) -> float:
         """Step time of a job on so many workers, wherever they are."""
@@ -166,6 +168,7 @@ class ClusterState(Placements):
         """A job is gone, for whatever reason."""
         job = self.jobs.pop(name)
         self._forget(job)
+        self.deadlines.drop(name)
         if job.workers:
             self.free(job, now_s)
         self.changed.pop(name, None)
@@ -184,6 +187,12 @@ class ClusterState(Placements):
     def come(self, worker: Worker) -> None:
         """A worker is there."""
         self.put_worker(worker)
+        self.freed.add("")
+
+    def drain(self, worker: Worker, *, is_leaving: bool) -> None:
+        """A worker gets no job from now on, or does again."""
+        worker.is_leaving = is_leaving
+        self._index(worker)
         self.freed.add("")
 
     def free(self, job: Job, now_s: float) -> None:

@@ -132,8 +132,10 @@ class Simulator:
         bound: float = 3.0,
         way: str = "tlora",
         is_backlog: bool = False,
+        can_split: bool = True,
         num_samples: int = 400,
     ):
+        """`can_split`: jobs may be on several workers at once; those of a live cluster are not yet."""
         self.capacity, self.bound, self.faults = capacity, bound, faults
         self.state = ClusterState(capacity.models, rules=rules, costs=costs)
         for at in range(gpus):
@@ -144,7 +146,7 @@ class Simulator:
             lone_s = lone_step_s(capacity, job, measure)
             steps = job.duration_s / lone_s
             self.runs[job.name] = _Run(job, lone_s, steps, steps)
-        self._is_backlog = is_backlog
+        self._is_backlog, self._can_split = is_backlog, can_split
         self._events: list[tuple[float, int, str, int]] = [
             (0.0 if is_backlog else job.submitted_s, 1, job.name, 0) for job in jobs
         ]
@@ -177,7 +179,10 @@ class Simulator:
     def _submit(self, name: str, now_s: float) -> None:
         run = self.runs[name]
         job = run.job
-        self.state.submit(Job(name, job.base, now_s, job.load, job.gpus, self.bound, remaining=run.steps * job.noise))
+        remaining = run.steps * job.noise
+        self.state.submit(
+            Job(name, job.base, now_s, job.load, job.gpus, self.bound, remaining=remaining, can_split=self._can_split)
+        )
 
     def _finish(self, name: str, version: int, now_s: float) -> bool:
         run = self.runs[name]

@@ -62,14 +62,8 @@ def _demand(state: "ClusterState", base: str) -> int:
     """Workers on which every job of a base, waiting or not, would have what its bound needs."""
     pool = state.pools[base]
     names = (*pool.waiting.keys, *pool.running.keys)
-    if isinstance(pool.model, Unmeasured):
-        return ceil(len(names) / state.jobs_per_worker)
-    budget, needs = pool.model.budgets[-1], 0.0
-    full_s = pool.model.tick_s(budget)
-    for name in names:
-        claim = state.claim_of(state.jobs[name], 1)
-        needs += min(claim.part * full_s / max(claim.allowed_s, full_s), budget)
-    return max(ceil(needs / budget), ceil(len(names) / state.jobs_per_worker))
+    needs = sum(state.jobs[name].need for name in names)
+    return max(ceil(needs / pool.model.budgets[-1]), ceil(len(names) / state.jobs_per_worker))
 
 
 def _wait(has_group: bool, coming: int, room: int, max_workers: int) -> str:
