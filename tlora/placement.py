@@ -152,25 +152,28 @@ class Worker:
 class Order:
     """Items by a number, lowest first."""
 
-    __slots__ = ("items", "keys")
+    __slots__ = ("items", "keys", "total")
 
     def __init__(self) -> None:
         self.items: list[tuple[float, str]] = []
         self.keys: dict[str, float] = {}
+        self.total = 0.0
+        """Of the numbers."""
 
     def put(self, name: str, key: float) -> None:
         before = self.keys.get(name)
         if before == key:
             return
-        if before is not None:
-            del self.items[bisect_left(self.items, (before, name))]
+        self.drop(name)
         self.keys[name] = key
+        self.total += key
         insort(self.items, (key, name))
 
     def drop(self, name: str) -> None:
         before = self.keys.pop(name, None)
         if before is not None:
             del self.items[bisect_left(self.items, (before, name))]
+            self.total = self.total - before if self.items else 0.0
 
     def from_key(self, key: float) -> Iterator[str]:
         """Names of at least this key."""
@@ -200,11 +203,23 @@ class Pool:
         self.pressure = Order()
         """Busy workers by the tokens that a step of all their jobs takes: the residual capacity, backwards."""
         self.waiting = Order()
-        """Jobs by urgency, the most urgent first."""
+        """Jobs by urgency, the most urgent first. `wait` and `unwait` change it."""
+        self.longest = Order()
+        """The same by seconds that they will take, on as many workers as they are given at least."""
         self.running = Order()
         """Jobs by the urgency that they had when they were placed."""
         self.stretched = Order()
         """Jobs on more workers than they need, by the GPUs that they would give up."""
+
+    def wait(self, job: Job, key: float) -> None:
+        """A job waits from now on, as urgent as that."""
+        self.waiting.put(job.name, key)
+        self.longest.put(job.name, job.remaining * self.model.fastest_s(job.load, job.fewest))
+
+    def unwait(self, name: str) -> None:
+        """It waits no longer, if it did."""
+        self.waiting.drop(name)
+        self.longest.drop(name)
 
 
 class Placements:

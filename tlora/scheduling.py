@@ -8,6 +8,7 @@ nobody starves; idle GPUs first, else what nobody misses, else what stretched jo
 place of a job that has far longer to go.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -113,6 +114,8 @@ class ClusterState(Placements):
         """Jobs that no plan has seen yet."""
         self.freed: set[str] = set()
         """Bases on whose workers something has become free since the last plan; an empty one: a worker has."""
+        self.last_come_s = -math.inf
+        """When a job was submitted last."""
         self.deadlines = Order()
         """Jobs by when they have waited as long as they may."""
         self.overdue: dict[str, None] = {}
@@ -125,6 +128,7 @@ class ClusterState(Placements):
         """It waits from now on. Of one that is not new a plan has been made before: it did not find a place."""
         self._measure(job)
         self._wait(job)
+        self.last_come_s = max(self.last_come_s, job.submitted_s)
         if not is_new:
             self.arrived.pop(job.name)
             self.freed.add(job.base)
@@ -161,7 +165,7 @@ class ClusterState(Placements):
         return model.fastest_s(job.load, count) - model.reduce_s(rank, count) + model.reduce_s(rank, count, 2)
 
     def _wait(self, job: Job) -> None:
-        self.pool(job.base).waiting.put(job.name, self.key(job))
+        self.pool(job.base).wait(job, self.key(job))
         self.arrived[job.name] = None
 
     def end(self, name: str, now_s: float) -> None:
@@ -205,8 +209,9 @@ class ClusterState(Placements):
 
     def _forget(self, job: Job) -> None:
         pool = self.pool(job.base)
-        for order in (pool.waiting, pool.running, pool.stretched):
-            order.drop(job.name)
+        pool.unwait(job.name)
+        pool.running.drop(job.name)
+        pool.stretched.drop(job.name)
         self.arrived.pop(job.name, None)
         self.overdue.pop(job.name, None)
         self.by_quota.get(job.user, {}).pop(job.name, None)
