@@ -170,13 +170,13 @@ class BaseModel:
     def cut(self, tokens: float, rank: int, length: float) -> tuple[float, float]:
         """Of one job alone on a GPU: tokens of each of its ticks, and seconds of a step of so many. One tick, or full
         ones of a budget that holds a sequence of `length`, whichever is fastest and fits."""
-        whole_s = self.tick_s(tokens, 1, rank, length)
-        options = [(tokens, whole_s)] if tokens <= self.most_tokens(rank) else []
-        for budget in self.budgets:
-            size = max(budget // length, 1) * length  # sequences are not cut
-            if size < tokens:
-                options.append((float(size), tokens / size * self.tick_s(size, 1, rank, length)))
-        return min(options or [(tokens, whole_s)], key=lambda option: option[1])
+        most = min(max(self.most_tokens(rank), length), tokens)
+        options = []
+        for budget in (tokens, most, *self.budgets):
+            size = min(max(budget // length, 1.0) * length, tokens)  # sequences are not cut
+            if size <= most:
+                options.append((size, tokens / size * self.tick_s(size, 1, rank, length)))
+        return min(options, key=lambda option: option[1])
 
     def reduce_s(self, rank: int, gpus: int, nodes: int = 1) -> float:
         """Of summing a job's gradient over the GPUs that it is split over. Modelled."""
