@@ -66,6 +66,11 @@ class Report:
     peak_bytes: int = 0
     """Of the GPU's memory since the base was loaded."""
 
+    @property
+    def processes(self) -> list[tuple[str, int]]:
+        """Nodes and process ids of a worker, or of all of its unit."""
+        return [(self.node, self.pid), *self.others]
+
 
 @dataclass(frozen=True, slots=True)
 class Order:

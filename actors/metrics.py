@@ -1,6 +1,5 @@
 """What Prometheus scrapes from Ray: gauges by group and job, set by the scheduler from what its workers report."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,12 +36,14 @@ class Metrics:
         self._busy: dict[str, tuple[float, float]] = {}
         """Seconds in ticks by worker, and when that was."""
 
-    def publish(self, jobs: Iterable[Mapping[str, Any]], workers: Iterable[Mapping[str, Any]], now_s: float) -> None:
-        """Set all from the rows that the roster shows to users; of what has gone, rates and shares become 0."""
-        counts = Counter[str]()
+    def publish(
+        self, counts: Mapping[State, int], jobs: Iterable[Mapping[str, Any]], workers: Iterable[Mapping[str, Any]],
+        now_s: float,
+    ) -> None:  # fmt: skip
+        """Set all: from how many jobs are in each state, and the rows that the roster shows to users of those that are
+        on workers, and of workers; of what has gone, rates and shares become 0."""
         placed: set[Tags] = set()
         for job in jobs:
-            counts[job["state"]] += 1
             if job["group"]:
                 placed.add((job["group"], job["name"]))
                 _set(self._of_jobs, job, _JOB, (job["group"], job["name"]))
@@ -59,7 +60,7 @@ class Metrics:
             _set(self._of_workers, {"residents": 0, "busy": 0.0, "tick_s": 0.0}, _WORKER, tags)
         self._workers = here
         for state in State:
-            self._states.set(counts[state], {"state": state.value})
+            self._states.set(counts.get(state, 0), {"state": state.value})
 
     def _fraction(self, worker: Mapping[str, Any], before: Mapping[str, tuple[float, float]], now_s: float) -> float:
         """Of the time since it was last seen."""

@@ -16,21 +16,18 @@ from typing import Any
 from tlora.actors.journal import EMPTY, Change, Entry, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
 from tlora.actors.register import Foretold
-from tlora.capacity import Learner, Load, Tick
+from tlora.actors.view import View
+from tlora.capacity import Capacity, Learner, Tick
 from tlora.cluster import ClusterSpec
 from tlora.errors import StateError
 from tlora.job import State
-from tlora.placement import Job, Worker
 from tlora.plan import Plan as BasePlan
-from tlora.scheduling import ClusterState, Plan, Rules
-from tlora.sizing import Group
+from tlora.scheduling import Plan, schedule
 from tlora.spec import JobSpec, differences, parse_job
 
 log = logging.getLogger("tlora")
 _PAUSE_S = 3.0
 _WARM_TICKS = 8
-_UNKNOWN_STEPS = 1000
-"""Of a job that is given in epochs, until its worker has counted them."""
 
 
 @dataclass(slots=True)
@@ -66,12 +63,8 @@ class Roster:
 
     def __init__(self, spec: ClusterSpec, journal: Journal, now_s: float):
         self.spec, self.journal = spec, journal
-        self.jobs: dict[str, Entry] = {entry.name: entry for entry in journal.entries()}
-        self.progress = {
-            name: JobReport(entry.attempt, entry.state, **entry.numbers)
-            for name, entry in self.jobs.items()
-            if entry.numbers
-        }
+        self.jobs: dict[str, Entry] = {}
+        self.progress: dict[str, JobReport] = {}
         self.waits: dict[str, str] = {}
         """Why a job has no place."""
         self.groups: dict[str, GroupRecord] = {}
@@ -82,13 +75,30 @@ class Roster:
         """Of bases for which a worker has found that it has no room by itself."""
         self.foretold: Mapping[str, Foretold] = {}
         """Of candidates of sweeps."""
+        self._profiled = Capacity.load(Path(spec.profile).expanduser()).models if spec.profile else {}
         self._shares: dict[str, float] = {}
         """Of each tick, by job, as planned."""
+        self.counts: Counter[State] = Counter()
+        """Jobs by state."""
+        self._at: dict[str, dict[str, None]] = {}
+        """Jobs by the worker that they are on."""
+        self._busy: Counter[str] = Counter()
+        """Jobs that are on a worker, by base."""
+        self._bases: dict[str, str] = {}
+        """Base by job."""
+        self._seats: dict[tuple[str, int], str] = {}
+        """Worker by group and rank."""
+        self._folders = _Folders()
+        self._view = View(self)
         self._dismissed: set[str] = set()
         """Workers that are to end: what they say does not count."""
         self._began_s = self._looked_s = now_s
         self.losses: Counter[str] = Counter()
         """Workers that were lost, by group."""
+        for entry in journal.entries():
+            self._put(entry)
+            if entry.numbers:
+                self.progress[entry.name] = JobReport(entry.attempt, entry.state, **entry.numbers)
 
     # --- what users ask for
 
@@ -96,11 +106,11 @@ class Roster:
         """Take jobs in, all or none, those in `halts` as far as it says; returns the names of those that are new. The
         same job again is the same job; other content under its name raises StateError, which names what differs."""
         new, faults = [], []
-        taken = {entry.spec["output"]: entry.name for entry in self.jobs.values()}
+        together = _Folders()
         for spec in map(self._placed, specs):
-            if other := _nested(spec, taken):
+            if other := self._folders.clash(spec.name, spec.output) or together.clash(spec.name, spec.output):
                 faults.append(f"job {spec.name}: output {spec.output} lies in that of job {other}, or holds it.")
-            taken[spec.output] = spec.name
+            together.add(spec.name, spec.output)
             if not self._is_ours(spec.folder):
                 where = f"the folder of this cluster's outputs, {self.spec.output_root}"
                 faults.append(f"job {spec.name}: output {spec.output} lies outside of {where}.")
@@ -114,7 +124,7 @@ class Roster:
         if faults:
             raise StateError("\n".join(faults))
         for entry in self.journal.add(new, now_s, halts) if new else ():
-            self.jobs[entry.name] = entry
+            self._put(entry)
         return [name for name, _ in new]
 
     def refuse_sweep(self, name: str, folder: Path) -> None:
@@ -199,7 +209,49 @@ class Roster:
             for change in changes
         ]
         for entry in self.journal.change(told, now_s) if told else ():
-            self.jobs[entry.name] = entry
+            self._put(entry)
+
+    def _put(self, entry: Entry) -> None:
+        """A job as it now is, in every index."""
+        name, before = entry.name, self.jobs.get(entry.name)
+        self.jobs[name] = entry
+        self._view.touch(name)
+        if before is None:
+            self._folders.add(name, entry.spec["output"])
+            self._bases[name] = base = base_key(entry.spec["base"])
+            if base not in self.learners:
+                self.learners[base] = Learner(self._profiled.get(entry.spec["base"]["model"]))
+        if before is not None:
+            self.counts[before.state] -= 1
+        self.counts[entry.state] += 1
+        old = before.place if before else ""
+        if old == entry.place:
+            return
+        self._busy[self._bases[name]] += bool(entry.place) - bool(old)
+        if old:
+            del self._at[old][name]
+            if not self._at[old]:
+                del self._at[old]
+        if entry.place:
+            self._at.setdefault(entry.place, {})[name] = None
+        else:
+            self._shares.pop(name, None)
+
+    def jobs_at(self, worker: str) -> Collection[str]:
+        """Those that are on a worker, or are to be."""
+        return self._at.get(worker, ())
+
+    def placed(self) -> list[str]:
+        """Jobs that are on workers, or are to be."""
+        return [name for names in self._at.values() for name in names]
+
+    def is_busy(self, base: str) -> bool:
+        """Whether a job of that base is on a worker."""
+        return self._busy[base] > 0
+
+    def base_of(self, entry: Entry) -> str:
+        """One text for bases that may share a super-model."""
+        return self._bases[entry.name]
 
     # --- what workers say
 
@@ -207,10 +259,10 @@ class Roster:
         """Take a worker's report; returns what it is to have."""
         if report.worker in self._dismissed:
             return Orders(1 + report.heard, stop=True)
-        for name, other in list(self.workers.items()):
-            replaced = (other.report.group, other.report.rank) == (report.group, report.rank)
-            if name != report.worker and replaced:
-                self._lose(name, "its worker was replaced", now_s)
+        before = self._seats.get((report.group, report.rank), report.worker)
+        if before != report.worker and before in self.workers:
+            self._lose(before, "its worker was replaced", now_s)
+        self._seats[report.group, report.rank] = report.worker
         seen = self.workers.setdefault(report.worker, _Seen(report, now_s))
         self._learn(seen.report, report)
         if (group := self.groups.get(report.group)) is not None:
@@ -224,21 +276,20 @@ class Roster:
     def _learn(self, before: Report, report: Report) -> None:
         """Refine what is known of the base's ticks. A worker's first ticks, which compile and warm up, do not count."""
         group = self.groups.get(report.group)
-        if group is None or report.ticks <= max(before.ticks, _WARM_TICKS) or not report.tick_tokens:
+        learner = self.learners.get(group.base) if group else None
+        if learner is None or report.ticks <= max(before.ticks, _WARM_TICKS) or not report.tick_tokens:
             return
-        learner = self.learners.setdefault(group.base, Learner())
         learner.learn(Tick(report.tick_tokens, report.tick_jobs, report.tick_ranks, report.tick_s, report.peak_bytes))
 
     def _take(self, report: Report, now_s: float) -> None:
         """What a report says of jobs, and what has been let go of."""
         changes = []
         seen = self.workers[report.worker]
-        for name, entry in self.jobs.items():
-            if entry.place != report.worker:
-                continue
-            told = report.jobs.get(name)
+        for name in self.jobs_at(report.worker):
+            entry, told = self.jobs[name], report.jobs.get(name)
             if told is not None and told.attempt == entry.attempt:
                 self.progress[name] = told
+                self._view.progress(entry, told, now_s)
                 if told.state.is_terminal:
                     changes.append(Change(name, state=told.state, reason=told.reason, place="", wish=""))
                 elif told.state is State.PAUSED:  # it halts, as its sweep wished
@@ -257,7 +308,7 @@ class Roster:
         return Change(entry.name, state=state, place="", wish="")
 
     def _orders(self, seen: _Seen) -> Orders:
-        mine = [entry for entry in self.jobs.values() if entry.place == seen.report.worker]
+        mine = [self.jobs[name] for name in self.jobs_at(seen.report.worker)]
         jobs = {entry.name: Order(entry.spec, entry.attempt, entry.halt) for entry in mine if not entry.wish}
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
         shares = {name: self._shares[name] for name in jobs if name in self._shares}
@@ -281,64 +332,22 @@ class Roster:
             if now_s - seen.last_s > self.spec.lost_after_s:
                 self._lose(name, f"its worker said nothing for {self.spec.lost_after_s:g} s", now_s)
         if now_s - self._began_s > self.spec.lost_after_s:
-            places = {entry.place for entry in self.jobs.values() if entry.place} - self.workers.keys()
-            for place in places:
+            for place in self._at.keys() - self.workers.keys():
                 self._lose(place, "its worker did not come back", now_s)
 
     def _lose(self, worker: str, reason: str, now_s: float) -> None:
         if seen := self.workers.pop(worker, None):
             self.losses[seen.report.group] += 1
         changes = []
-        for entry in self.jobs.values():
-            if entry.place == worker:
-                change = (
-                    self._let_go(entry)
-                    if entry.wish
-                    else Change(
-                        entry.name, state=State.QUEUED, place="", reason=f"{reason}: goes on from its last save"
-                    )
-                )
-                log.warning("job=%s %s: %s", entry.name, change.state, reason)
-                changes.append(change)
+        again = f"{reason}: goes on from its last save"
+        for name in self.jobs_at(worker):
+            entry = self.jobs[name]
+            change = self._let_go(entry) if entry.wish else Change(name, state=State.QUEUED, place="", reason=again)
+            log.warning("job=%s %s: %s", name, change.state, reason)
+            changes.append(change)
         self._change(changes, now_s)
 
     # --- what the plan says
-
-    def cluster_state(self, now_s: float, draining: Collection[str] = ()) -> ClusterState:
-        """What `schedule` decides by; `draining`: nodes that are about to go."""
-        spec = self.spec
-        busy = {base_key(entry.spec["base"]) for entry in self.jobs.values() if entry.place}
-        workers = {name: self._worker(name, seen, now_s, draining) for name, seen in self.workers.items()}
-        groups = {}
-        for group in self.groups.values():
-            group.idle_since_s = None if group.base in busy else (group.idle_since_s or now_s)
-            mine = tuple(worker for worker in workers.values() if worker.group == group.name)
-            groups[group.name] = Group(group.name, group.base, group.size, mine, group.idle_since_s)
-        state = ClusterState(
-            {base: learner.model for base, learner in self.learners.items() if learner.is_sure and learner.model},
-            rules=Rules(quotas=spec.quotas),
-            jobs_per_worker=spec.jobs_per_worker,
-            groups=groups,
-            max_workers=spec.max_workers,
-            idle_s=spec.idle_s,
-            width_of=lambda base: self.plan_of(base).ranks,
-        )
-        for worker in workers.values():
-            state.come(worker)
-        jobs = {
-            entry.name: self._job(entry)
-            for entry in self.jobs.values()
-            if entry.place in workers or entry.state is State.QUEUED or entry.name in self.foretold
-        }
-        state.rank(job for job in jobs.values() if job.sweep)
-        for entry in self.jobs.values():
-            if entry.place in workers:
-                state.keep(jobs[entry.name], workers[entry.place])
-        state.settle(now_s)
-        for entry in self.jobs.values():
-            if entry.state is State.QUEUED:
-                state.submit(jobs[entry.name], is_new=entry.name not in self.waits)
-        return state
 
     def plan_of(self, base: str) -> BasePlan:
         """How a new group's units are to hold a base."""
@@ -352,43 +361,21 @@ class Roster:
             if (plan := self.plan_of(group.base)) != group.plan
         }
 
-    def _job(self, entry: Entry) -> Job:
-        """As scheduling sees it. Sequences are as long as they may be, until some were trained on."""
-        spec, told = entry.spec, self.progress.get(entry.name)
-        length, steps = spec["data"]["max_length"], spec["steps"] or _UNKNOWN_STEPS
-        if told and told.step and told.tokens:
-            length = min(length, max(round(told.tokens / told.step / spec["batch_size"]), 1))
-        remaining = float(max((told.num_steps or steps) - told.step, 1) if told else steps)
-        way, foretold = remaining, self.foretold.get(entry.name)
-        if foretold is not None:
-            remaining, way = foretold.steps(told.step if told else 0, spec["batch_size"])
-        return Job(
-            entry.name,
-            base_key(spec["base"]),
-            entry.submitted_s,
-            Load(spec["adapter"]["rank"], spec["batch_size"], length),
-            bound=spec.get("max_slowdown", 3.0),
-            priority=spec.get("priority", 0),
-            user=spec.get("user", ""),
-            remaining=remaining,
-            sweep=foretold.sweep if foretold else "",
-            way=way,
-            can_split=False,
-            can_move=entry.state is State.RUNNING and not entry.wish,
-        )
+    def plan(self, now_s: float, draining: Collection[str] = ()) -> Plan:
+        """What is to change now, places and moves taken down; `draining`: nodes that are about to go."""
+        try:
+            plan = schedule(self._view.state(now_s, draining), now_s)
+            self.take_places(plan, now_s)
+        except Exception:
+            self._view.forget()
+            raise
+        return plan
 
-    def _worker(self, name: str, seen: _Seen, now_s: float, draining: Collection[str]) -> Worker:
-        has_jobs = any(entry.place == name for entry in self.jobs.values())
-        seen.idle_since_s = None if has_jobs else (seen.idle_since_s or now_s)
-        group = self.groups.get(seen.report.group)
-        return Worker(
-            name,
-            seen.report.node,
-            group.base if group else "",
-            is_leaving=any(node in draining for node, _ in _processes(seen.report)),
-            group=seen.report.group,
-            idle_since_s=seen.idle_since_s,
-        )
+    def forget_shares(self) -> None:
+        """Workers deal their ticks evenly, until they are told otherwise."""
+        self._shares.clear()
+        for seen in self.workers.values():
+            seen.budget = 0
 
     def take_places(self, plan: Plan, now_s: float) -> None:
         """Write down a plan's places and moves; workers learn of them when they next ask. A job that is to be elsewhere
@@ -403,9 +390,9 @@ class Roster:
             Change(name, wish="moved") for name in leaving if self.jobs[name].place and not self.jobs[name].wish
         ]
         self._change(changes, now_s)
-        self._shares = {name: round(share) or 1 for name, share in plan.shares.items()}
-        for name, seen in self.workers.items():
-            seen.budget = plan.budgets.get(name, 0)
+        self._shares.update((name, round(share) or 1) for name, share in plan.shares.items())
+        for name, budget in plan.budgets.items():
+            self.workers[name].budget = budget
         waits = {**self.waits, **plan.reasons}
         self.waits = {
             name: reason
@@ -424,9 +411,7 @@ class Roster:
 
     def let_go_of_all(self, now_s: float) -> None:
         """Every job is to leave its worker, and to wait for another."""
-        self._change(
-            [Change(entry.name, wish="moved") for entry in self.jobs.values() if entry.place and not entry.wish], now_s
-        )
+        self._change([Change(name, wish="moved") for name in self.placed() if not self.jobs[name].wish], now_s)
 
     def forget_group(self, name: str, now_s: float) -> None:
         """Its workers are gone with it."""
@@ -439,7 +424,7 @@ class Roster:
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """One mapping a job, in order of submission: ready for JSON."""
         wanted = None if names is None else [self.entry(name).name for name in names]
-        return [self._row(self.jobs[name]) for name in (self.jobs if wanted is None else wanted)]
+        return [self._row(self.jobs[name]) for name in (list(self.jobs) if wanted is None else wanted)]
 
     def describe_workers(self) -> list[dict[str, Any]]:
         """One mapping a worker that has been heard of."""
@@ -450,7 +435,7 @@ class Roster:
                 "rank": seen.report.rank,
                 "node": seen.report.node,
                 "pid": seen.report.pid,
-                "pids": [pid for _, pid in _processes(seen.report)],
+                "pids": [pid for _, pid in seen.report.processes],
                 "base_loads": seen.report.base_loads,
                 "jobs": sorted(seen.report.jobs),
                 "ticks": seen.report.ticks,
@@ -486,19 +471,25 @@ class Roster:
         }
 
 
-def _processes(report: Report) -> list[tuple[str, int]]:
-    """Nodes and process ids of a worker, or of all of its unit."""
-    return [(report.node, report.pid), *report.others]
+class _Folders:
+    """Outputs of jobs, of which none may hold another."""
 
+    def __init__(self) -> None:
+        self._jobs: dict[Path, str] = {}
+        self._holders: dict[Path, str] = {}
+        """Folders that hold an output, and one job whose it is."""
 
-def _nested(spec: JobSpec, taken: Mapping[str, str]) -> str | None:
-    """The job whose output is, holds or lies in this one's."""
-    mine = Path(os.path.normpath(spec.output))
-    for output, name in taken.items():
-        other = Path(os.path.normpath(output))
-        if name != spec.name and (mine == other or mine in other.parents or other in mine.parents):
-            return name
-    return None
+    def add(self, name: str, output: str) -> None:
+        path = Path(os.path.normpath(output))
+        self._jobs[path] = name
+        for holder in path.parents:
+            self._holders.setdefault(holder, name)
+
+    def clash(self, name: str, output: str) -> str | None:
+        """The other job whose output is, holds or lies in this one."""
+        path = Path(os.path.normpath(output))
+        found = (self._holders.get(path), *(self._jobs.get(folder) for folder in (path, *path.parents)))
+        return next((other for other in found if other not in (None, name)), None)
 
 
 def _numbers(told: JobReport) -> dict[str, Any]:

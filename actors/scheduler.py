@@ -28,7 +28,6 @@ from tlora.errors import ClusterError, StateError
 from tlora.job import State
 from tlora.plan import Plan
 from tlora.scheduling import Plan as Changes
-from tlora.scheduling import schedule
 from tlora.spec import BaseSpec, parse_job
 from tlora.sweep_spec import parse_sweep
 
@@ -135,10 +134,9 @@ class Scheduler:
     def status(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """One mapping a job or sweep: all sweeps first, or in the order of the names."""
         found = {name: self._sweeps.status(name) for name in self._sweeps.names() if names is None or name in names}
-        with self._lock:
-            if names is None:
-                return [*found.values(), *self._roster.status()]
-            return [found[name] if name in found else self._roster.status([name])[0] for name in names]
+        if names is None:  # of values that do not change: nobody waits for a long list
+            return [*found.values(), *self._roster.status()]
+        return [found[name] if name in found else self._roster.status([name])[0] for name in names]
 
     def spec(self, name: str) -> dict[str, Any]:
         """A job's own, as it was submitted."""
@@ -192,7 +190,7 @@ class Scheduler:
     def _is_busy(self) -> bool:
         with self._lock:
             self._roster.lose_silent(time.time())
-            return bool(self._starting) or any(entry.place for entry in self._roster.jobs.values())
+            return bool(self._starting) or bool(self._roster.placed())
 
     # --- the plan
 
@@ -244,12 +242,12 @@ class Scheduler:
             roster.lose_silent(now_s)
             misfits = roster.misfits()
             roster.foretold = foretold
-            plan = schedule(roster.cluster_state(now_s, draining), now_s)
-            roster.take_places(plan, now_s)
+            plan = roster.plan(now_s, draining)
             self._resize(plan)
             if now_s - self._published_s > _PUBLISH_S:
                 self._published_s = now_s
-                self._metrics.publish(roster.status(), roster.describe_workers(), now_s)
+                placed, workers = roster.status(roster.placed()), roster.describe_workers()
+                self._metrics.publish(roster.counts, placed, workers, now_s)
         for name, (size, leaving) in list(self._untold.items()):
             if name not in self._starting and group.resize(name, size, leaving):
                 del self._untold[name]

@@ -216,6 +216,8 @@ class Worker:
         """Begin to read a job's data and state; the base first, if this is the first job."""
         try:
             spec = parse_job(order.spec)
+            if spec.base != self._base:
+                raise StateError(f"got a job of base {spec.base.model}; this worker has {self._base.model}.")
             if self._trainer is None:
                 if self._lacks_room(spec):
                     return

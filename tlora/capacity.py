@@ -7,7 +7,7 @@ workers report. Asked by `scheduling` and `simulate`. Times on several GPUs are 
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
@@ -41,7 +41,7 @@ _FLOPS_PER_PARAMETER = 4
 """Of one token, forward and backward over a frozen base: there is no product for its weights' gradient."""
 _STEP = 1.25
 _NEAR_BEST, _CHEAPEST, _DEAREST = 1.03, 1.01, 2.0
-_ENOUGH, _SURE = 64, 0.25
+_ENOUGH, _SURE, _BETTER = 64, 0.25, 0.02
 _TOO_NEAR = 1e-9
 
 
@@ -120,7 +120,7 @@ class BaseModel:
         self, ticks: Sequence[Tick], *, parameters: int, layers: int, memory_bytes: float = math.inf, budget: int = 0
     ):
         """`budget`: most tokens of a tick; 0: the fewest at which a token is about as cheap as it gets."""
-        self.parameters, self.layers, self.memory_bytes = parameters, layers, memory_bytes
+        self.parameters, self.layers, self.memory_bytes, self.ticks = parameters, layers, memory_bytes, tuple(ticks)
         self.curve, self.per_rank_token, self.per_job, self.per_length_token = _fit_time(ticks)
         self._fixed_bytes, self._token_bytes = _fit_memory(ticks, self._adapter_bytes)
         self.error = _error(self, ticks)
@@ -170,13 +170,13 @@ class BaseModel:
     def cut(self, tokens: float, rank: int, length: float) -> tuple[float, float]:
         """Of one job alone on a GPU: tokens of each of its ticks, and seconds of a step of so many. One tick, or full
         ones of a budget that holds a sequence of `length`, whichever is fastest and fits."""
-        whole_s = self.tick_s(tokens, 1, rank, length)
-        options = [(tokens, whole_s)] if tokens <= self.most_tokens(rank) else []
-        for budget in self.budgets:
-            size = max(budget // length, 1) * length  # sequences are not cut
-            if size < tokens:
-                options.append((float(size), tokens / size * self.tick_s(size, 1, rank, length)))
-        return min(options or [(tokens, whole_s)], key=lambda option: option[1])
+        most = min(max(self.most_tokens(rank), length), tokens)
+        options = []
+        for budget in (tokens, most, *self.budgets):
+            size = min(max(budget // length, 1.0) * length, tokens)  # sequences are not cut
+            if size <= most:
+                options.append((size, tokens / size * self.tick_s(size, 1, rank, length)))
+        return min(options, key=lambda option: option[1])
 
     def reduce_s(self, rank: int, gpus: int, nodes: int = 1) -> float:
         """Of summing a job's gradient over the GPUs that it is split over. Modelled."""
@@ -301,45 +301,61 @@ class PeftModel:
 class Learner:
     """A model of one base that is refined by measured ticks: what a profile said, replaced where ticks say more.
 
-    Ticks are kept by their size, to a half power of two, and number of jobs, each as a running mean.
+    Ticks are kept by their size, to a half power of two, and number of jobs, each as a running mean. What only the
+    profile knows is taken to be as much slower or faster as the measured ticks are.
     """
 
-    def __init__(self, prior: BaseModel | None = None, ticks: Iterable[Tick] = ()):
-        self._prior, self._kept = prior, {_cell(tick): tick for tick in ticks}
+    def __init__(self, prior: BaseModel | None = None):
+        self._prior, self._kept = prior, dict[tuple[int, int], Tick]()
         self.model = prior
+        """Another one only when that foretells the ticks clearly better: what is planned by it need not change else."""
+        self.is_sure = prior is not None
+        """Whether to plan by it: where there was a profile, it is at least right about what is dear beside what; else
+        as long as it foretells ticks well enough, once there are enough."""
         self.error = math.nan
         """Running mean of |predicted / measured − 1|, before each tick was learnt from."""
-        self._num_new = 0
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the model has foretold enough ticks well enough to plan by."""
-        return self._num_new >= _ENOUGH and self.error < _SURE
+        self._pace = 0.0
+        """Running mean of the logarithm of measured over the profile's."""
+        self._num_new, self._next_fit, self._wait = 0, 2, _ENOUGH
 
     def learn(self, tick: Tick) -> None:
-        """Take in a measured tick. The model is fitted anew at the 2nd, 4th, 8th, … tick, then at every 64th."""
+        """Take in a measured tick. The model is fitted anew at the 2nd, 4th, 8th, … tick, then after 64 more, and after
+        twice as many each time that nothing comes of it."""
         if self.model is not None:
-            off = abs(self.model.tick_s(tick.tokens, tick.jobs, tick.rank_sum, tick.length) / tick.tick_s - 1.0)
+            off = abs(_foretold(self.model, tick) / tick.tick_s - 1.0)
             self.error = off if math.isnan(self.error) else 0.95 * self.error + 0.05 * off
+        if self._prior is not None:
+            pace = math.log(tick.tick_s / _foretold(self._prior, tick))
+            self._pace += (pace - self._pace) * max(0.05, 1.0 / (1 + self._num_new))
         cell, before = _cell(tick), self._kept.get(_cell(tick))
         mean = tick.tick_s if before is None else 0.8 * before.tick_s + 0.2 * tick.tick_s
         self._kept[cell] = replace(tick, tick_s=mean)
         self._num_new += 1
-        if self._num_new & (self._num_new - 1) == 0 or self._num_new % 64 == 0:
-            self._fit()
+        if self._num_new >= self._next_fit:
+            self._wait = _ENOUGH if self._fit() else 2 * self._wait
+            self._next_fit += self._num_new if self._num_new < _ENOUGH else self._wait
+        if self._prior is None and self._num_new >= _ENOUGH:
+            self.is_sure = self.error < (2.0 * _SURE if self.is_sure else _SURE)
 
-    def _fit(self) -> None:
-        ticks = list(self._kept.values())
+    def _fit(self) -> bool:
+        """Whether another model is better."""
+        measured, prior = list(self._kept.values()), self._prior
+        pace = math.exp(self._pace)
+        known = {_cell(tick): replace(tick, tick_s=pace * tick.tick_s) for tick in prior.ticks} if prior else {}
+        ticks = list((known | self._kept).values())
         if len({tick.tokens for tick in ticks}) < 2:
-            return
-        if self._prior is None:
-            self.model = BaseModel(ticks, parameters=0, layers=0)
+            return False
+        if prior is None:
+            model = BaseModel(ticks, parameters=0, layers=0)
         else:
-            prior = self._prior
-            self.model = BaseModel(
+            model = BaseModel(
                 ticks, parameters=prior.parameters, layers=prior.layers, memory_bytes=prior.memory_bytes,
                 budget=prior.budget,
             )  # fmt: skip
+        if self.model is not None and _error(self.model, measured) - _error(model, measured) < _BETTER:
+            return False
+        self.model = model
+        return True
 
 
 def _cell(tick: Tick) -> tuple[int, int]:
@@ -383,8 +399,11 @@ def _fit_memory(ticks: Sequence[Tick], adapter_bytes: Any) -> tuple[float, float
 
 
 def _error(model: BaseModel, ticks: Sequence[Tick]) -> float:
-    off = [abs(model.tick_s(tick.tokens, tick.jobs, tick.rank_sum, tick.length) / tick.tick_s - 1.0) for tick in ticks]
-    return sum(off) / len(off)
+    return sum(abs(_foretold(model, tick) / tick.tick_s - 1.0) for tick in ticks) / len(ticks)
+
+
+def _foretold(model: BaseModel, tick: Tick) -> float:
+    return model.tick_s(tick.tokens, tick.jobs, tick.rank_sum, tick.length)
 
 
 def _non_negative(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -186,7 +186,7 @@ def profile(
     folder: Annotated[Path, typer.Option(help="Where profiles are kept, one a GPU type and base.")] = Path("profiles"),
     device: Device = None,
 ) -> None:
-    """Measure how long a base's ticks take on this machine, for `tlora simulate`."""
+    """Measure how long a base's ticks take on this machine, for `tlora simulate` and `tlora up`."""
     with quiet():
         _refuse_device(device)
         from tlora.capacity import Capacity
@@ -194,6 +194,7 @@ def profile(
         from tlora.spec import BaseSpec
         from tlora.supermodel import SuperModel
 
+        base = str(Path(base).absolute()) if Path(base).exists() else base  # as submitted jobs name it
         path = cached_profile(SuperModel.load(BaseSpec(model=base), device=device), folder)
         (model,) = Capacity.load(path).models.values()
         typer.echo(f"{path}: fitted within {100 * model.error:.1f} %, {model.budget} tokens fill a tick")

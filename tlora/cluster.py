@@ -41,6 +41,10 @@ class ClusterSpec(Spec):
     """Of all groups together."""
     jobs_per_worker: Count = 16
     """On one worker, or on the unit that holds a base together."""
+    order: Literal["shortest", "submitted"] = "shortest"
+    """Who goes first where places lack; `submitted`: first come, first served, and nobody makes room for another."""
+    profile: PathText | None = None
+    """File that `tlora profile` wrote on such a worker: what is planned by before any tick is measured."""
     quotas: dict[str, Count] = Field(default_factory=dict)
     """Most workers that a user's jobs may be on at once, by user; others are free."""
     gpus_per_worker: Annotated[int, Field(strict=True, ge=0, le=1)] = 1
@@ -104,7 +108,8 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = ()) -> ClusterSpe
             f"{path or 'cluster'}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}." for fault in error.errors()
         )
         raise SpecError("\n".join(lines)) from None
-    paths = {"storage": spec.storage, "outputs": spec.outputs, "state": os.path.expanduser(spec.state)}
+    paths = {"storage": spec.storage, "outputs": spec.outputs, "profile": spec.profile}
+    paths["state"] = os.path.expanduser(spec.state)
     return spec.model_copy(
         update={name: str(Path(path).absolute()) for name, path in paths.items() if path and "://" not in path}
     )

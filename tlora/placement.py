@@ -107,6 +107,8 @@ class Job:
     """Predicted step time alone, on the GPUs that it asks for."""
     fewest: int = 1
     """GPUs with which it can stay within its bound."""
+    need: float = 0.0
+    """Tokens of each full tick of a worker with which it can."""
     workers: tuple["Worker", ...] = ()
     claim: Claim = NOTHING
     """On each of its workers."""
@@ -156,25 +158,28 @@ class Worker:
 class Order:
     """Items by a number, lowest first."""
 
-    __slots__ = ("items", "keys")
+    __slots__ = ("items", "keys", "total")
 
     def __init__(self) -> None:
         self.items: list[tuple[float, str]] = []
         self.keys: dict[str, float] = {}
+        self.total = 0.0
+        """Of the numbers."""
 
     def put(self, name: str, key: float) -> None:
         before = self.keys.get(name)
         if before == key:
             return
-        if before is not None:
-            del self.items[bisect_left(self.items, (before, name))]
+        self.drop(name)
         self.keys[name] = key
+        self.total += key
         insort(self.items, (key, name))
 
     def drop(self, name: str) -> None:
         before = self.keys.pop(name, None)
         if before is not None:
             del self.items[bisect_left(self.items, (before, name))]
+            self.total = self.total - before if self.items else 0.0
 
     def from_key(self, key: float) -> Iterator[str]:
         """Names of at least this key."""
@@ -204,11 +209,23 @@ class Pool:
         self.pressure = Order()
         """Busy workers by the tokens that a step of all their jobs takes: the residual capacity, backwards."""
         self.waiting = Order()
-        """Jobs by urgency, the most urgent first."""
+        """Jobs by urgency, the most urgent first. `wait` and `unwait` change it."""
+        self.longest = Order()
+        """The same by seconds that they will take, on as many workers as they are given at least."""
         self.running = Order()
         """Jobs by the urgency that they had when they were placed."""
         self.stretched = Order()
         """Jobs on more workers than they need, by the GPUs that they would give up."""
+
+    def wait(self, job: Job, key: float) -> None:
+        """A job waits from now on, as urgent as that."""
+        self.waiting.put(job.name, key)
+        self.longest.put(job.name, job.remaining * self.model.fastest_s(job.load, job.fewest))
+
+    def unwait(self, name: str) -> None:
+        """It waits no longer, if it did."""
+        self.waiting.drop(name)
+        self.longest.drop(name)
 
 
 class Placements:
@@ -226,6 +243,8 @@ class Placements:
         """Jobs whose rate has changed since it was last asked."""
         self.refilled: dict[str, None] = {}
         """Workers whose ticks are dealt anew since that was last asked."""
+        self._seated: dict[str, None] = {}
+        """Workers of jobs that were there before, and are not dealt yet."""
         self.used: dict[str, int] = {}
         """Placements on workers, by user."""
 
@@ -307,13 +326,16 @@ class Placements:
         """On a worker that has it already; `settle` counts them all."""
         job.workers = (worker,)
         worker.jobs[job.name] = job
+        self._seated[worker.name] = None
         job.claim = self.claim_of(job, 1)
         self.used[job.user] = self.used.get(job.user, 0) + 1
 
     def settle(self, now_s: float) -> None:
         """After all that was there before has been put in."""
-        for worker in self.workers.values():
-            self._share_out(worker, now_s)
+        for worker in (self.workers.get(name) for name in self._seated):
+            if worker is not None:
+                self._share_out(worker, now_s)
+        self._seated.clear()
 
     def claim_of(self, job: Job, count: int) -> Claim:
         """Of a job on so many workers."""

@@ -61,13 +61,11 @@ class Planner:
     def _age(self) -> None:
         """Jobs that have waited as long as they may go before all others, in the order of their deadlines."""
         state = self.state
-        while state.deadlines and state.deadlines[0][0] <= self.now_s:
-            _, name = state.deadlines.pop(0)
-            job = state.jobs.get(name)
-            if job is not None:
-                job.is_overdue = True
-                if not job.workers:
-                    state.overdue[name] = None
+        for name in list(state.deadlines.below(self.now_s))[::-1]:
+            state.deadlines.drop(name)
+            state.jobs[name].is_overdue = True
+            if not state.jobs[name].workers:
+                state.overdue[name] = None
 
     def _someone_waits(self) -> bool:
         return any(pool.waiting.items for pool in self.state.pools.values())
@@ -94,27 +92,40 @@ class Planner:
         for base in bases:
             pool, failed = state.pools[base], set[str]()
             while base not in blocked and len(failed) < _TRIES:
-                head = next((name for name in pool.waiting.lowest(_TRIES) if name not in failed), None)
+                head = next((name for name in self._heads(pool) if name not in failed), None)
                 if head is None:
                     break
                 if not self._admit(state.jobs[head], can_preempt=False):
                     failed.add(head)
+
+    def _heads(self, pool: Pool) -> list[str]:
+        """Whom to let in next, the most urgent first. But where nobody has come for half as long as all that is left
+        will take, the queue runs dry, and a job that will outlast the rest goes first: or else it would end alone."""
+        state, heads = self.state, pool.waiting.lowest(_TRIES)
+        if not heads or self.rules.urgency != "shortest" or isinstance(pool.model, Unmeasured):
+            return heads
+        known = [each for each in state.pools.values() if not isinstance(each.model, Unmeasured)]
+        work_s = sum(each.waiting.total + each.running.total / 2 for each in known)  # of those that run, about half
+        left_s = work_s / max(len(state.workers), 1)
+        longest_s, longest = pool.longest.items[-1]
+        runs_dry = self.now_s - state.last_come_s >= left_s / 2
+        return [longest, *heads] if runs_dry and longest_s >= left_s else heads
 
     # --- one job
 
     def _admit(self, job: Job, *, can_preempt: bool) -> bool:
         """Find it a place; whether there was one."""
         state = self.state
-        waiting, held = state.pool(job.base).waiting, state.by_quota.setdefault(job.user, {})
+        pool, held = state.pool(job.base), state.by_quota.setdefault(job.user, {})
         if self._allowance(job) < job.fewest:
-            waiting.drop(job.name)
+            pool.unwait(job.name)
             held[job.name] = None
             self.made.reasons[job.name] = (
                 f"waits for the quota of user {job.user!r}: {self.rules.quotas[job.user]} worker(s)"
             )
             return False
         if held.pop(job.name, 0) is None:
-            waiting.put(job.name, state.key(job))
+            pool.wait(job, state.key(job))
         if self._find(job, can_preempt):
             return True
         self.made.reasons[job.name] = "waits: every worker that could take it is full, and none of its jobs gives way"
@@ -131,7 +142,7 @@ class Planner:
         if self._take_idle(job, most, [job.base]):
             return True
         joined = self._partners(job, pool) if self.rules.shares else []
-        others = sorted(self.state.idle.keys() - {job.base})
+        others = self._loadable(job.base)
         if others and (not joined or self._repays_load(job)) and self._take_idle(job, most, others):
             return True
         if joined:
@@ -167,6 +178,10 @@ class Planner:
             if worker.base != base:
                 self.state.load_base(worker, base, self.now_s + self.costs.load_s)
                 self.made.loads[worker.name] = base
+
+    def _loadable(self, base: str) -> list[str]:
+        """Bases whose idle workers may load another. Those of a group keep theirs: it ends, and another starts."""
+        return sorted(self.state.idle.keys() - {base}) if self.state.groups is None else []
 
     def _repays_load(self, job: Job) -> bool:
         return job.remaining * job.alone_s > self.rules.repay * self.costs.load_s
@@ -263,7 +278,7 @@ class Planner:
             pool.running.drop(name)
             pool.stretched.drop(name)
             self.state.free(other, self.now_s)
-            pool.waiting.put(name, theirs)
+            pool.wait(other, theirs)
             self.made.reasons[name] = f"makes room for {job.name}, which has less to go; waits, saved"
             if self._take_idle(job, job.fewest, [job.base]):
                 return True
@@ -275,7 +290,7 @@ class Planner:
 
     def _put(self, job: Job, workers: list[Worker], reason: str) -> None:
         state, pool = self.state, self.state.pool(job.base)
-        pool.waiting.drop(job.name)
+        pool.unwait(job.name)
         state.by_quota.get(job.user, {}).pop(job.name, None)
         state.overdue.pop(job.name, None)
         pool.running.put(job.name, state.key(job))
@@ -323,7 +338,7 @@ class Planner:
 
     def _relieve(self, worker: Worker, pool: Pool) -> bool:
         """Give the jobs of a worker more room, if that repays itself."""
-        state, model = self.state, pool.model
+        model = pool.model
         movable = [job for job in worker.jobs.values() if job.can_move]
         for job in sorted(movable, key=lambda job: (-job.claim[2], job.name))[:2]:
             count = len(job.workers)
@@ -334,9 +349,7 @@ class Planner:
                 keep, more, cost_s = job.workers, count, self.costs.split_s
             else:
                 continue
-            base = next(
-                (base for base in (job.base, *sorted(state.idle.keys() - {job.base})) if self._idle(base, more)), None
-            )
+            base = next((base for base in (job.base, *self._loadable(job.base)) if self._idle(base, more)), None)
             if base is None:
                 continue
             cost_s += self.costs.load_s if base != job.base else 0.0

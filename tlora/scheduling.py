@@ -8,13 +8,13 @@ nobody starves; idle GPUs first, else what nobody misses, else what stretched jo
 place of a job that has far longer to go.
 """
 
-from bisect import insort
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tlora import sizing
-from tlora.placement import Job, Model, Placements, Unmeasured, Worker, part_of
+from tlora.placement import Job, Model, Order, Placements, Unmeasured, Worker, part_of
 from tlora.policy import Planner
 from tlora.sizing import Group
 from tlora.sweep_order import keys
@@ -120,7 +120,10 @@ class ClusterState(Placements):
         """Jobs that no plan has seen yet."""
         self.freed: set[str] = set()
         """Bases on whose workers something has become free since the last plan; an empty one: a worker has."""
-        self.deadlines: list[tuple[float, str]] = []
+        self.last_come_s = -math.inf
+        """When a job was submitted last."""
+        self.deadlines = Order()
+        """Jobs by when they have waited as long as they may."""
         self.overdue: dict[str, None] = {}
         self.by_quota: dict[str, dict[str, None]] = {}
         """Jobs that wait for their user's quota, by user."""
@@ -131,6 +134,7 @@ class ClusterState(Placements):
         """It waits from now on. Of one that is not new a plan has been made before: it did not find a place."""
         self._measure(job)
         self._wait(job)
+        self.last_come_s = max(self.last_come_s, job.submitted_s)
         if not is_new:
             self.arrived.pop(job.name)
             self.freed.add(job.base)
@@ -155,9 +159,11 @@ class ClusterState(Placements):
         )
         if not job.can_split:
             job.fewest = 1
+        full_s, part = model.tick_s(model.budgets[-1]), part_of(model, job, 1)
+        job.need = min(part * full_s / max(job.bound * job.alone_s, full_s), model.budgets[-1])
         self.jobs[job.name] = job
         patience_s = self.rules.patience_s + self.rules.patience_lone * job.remaining * job.alone_s
-        insort(self.deadlines, (job.submitted_s + patience_s, job.name))
+        self.deadlines.put(job.name, job.submitted_s + patience_s)
 
     def _split_s(self, job: Job, count: int) -> float:
         """Step time of a job on so many workers, wherever they are."""
@@ -165,13 +171,14 @@ class ClusterState(Placements):
         return model.fastest_s(job.load, count) - model.reduce_s(rank, count) + model.reduce_s(rank, count, 2)
 
     def _wait(self, job: Job) -> None:
-        self.pool(job.base).waiting.put(job.name, self.key(job))
+        self.pool(job.base).wait(job, self.key(job))
         self.arrived[job.name] = None
 
     def end(self, name: str, now_s: float) -> None:
         """A job is gone, for whatever reason."""
         job = self.jobs.pop(name)
         self._forget(job)
+        self.deadlines.drop(name)
         if job.workers:
             self.free(job, now_s)
         self.changed.pop(name, None)
@@ -192,6 +199,12 @@ class ClusterState(Placements):
         self.put_worker(worker)
         self.freed.add("")
 
+    def drain(self, worker: Worker, *, is_leaving: bool) -> None:
+        """A worker gets no job from now on, or does again."""
+        worker.is_leaving = is_leaving
+        self._index(worker)
+        self.freed.add("")
+
     def free(self, job: Job, now_s: float) -> None:
         """Take a job off its workers, for others to use."""
         workers = job.workers
@@ -202,8 +215,9 @@ class ClusterState(Placements):
 
     def _forget(self, job: Job) -> None:
         pool = self.pool(job.base)
-        for order in (pool.waiting, pool.running, pool.stretched):
-            order.drop(job.name)
+        pool.unwait(job.name)
+        pool.running.drop(job.name)
+        pool.stretched.drop(job.name)
         self.arrived.pop(job.name, None)
         self.overdue.pop(job.name, None)
         self.by_quota.get(job.user, {}).pop(job.name, None)
@@ -232,7 +246,7 @@ class ClusterState(Placements):
             job.rank = ranks.get(job.name)
             pool = self.pool(job.base)
             for order in (pool.waiting, pool.running):
-                if job.rank is not None and job.name in order.keys:
+                if job.name in order.keys:
                     order.put(job.name, self.key(job))
 
     @property

@@ -132,15 +132,17 @@ class Simulator:
         bound: float = 3.0,
         way: str = "tlora",
         is_backlog: bool = False,
+        can_split: bool = True,
         num_samples: int = 400,
     ):
+        """`can_split`: jobs may be on several workers at once; those of a live cluster are not yet."""
         self.capacity, self.bound, self.faults = capacity, bound, faults
         self.state = ClusterState(capacity.models, rules=rules, costs=costs)
         for at in range(gpus):
             self.state.come(Worker(f"w{at:05d}", f"n{at // GPUS_PER_NODE:04d}"))
         self.replay = Replay(way, gpus)
         self.runs: dict[str, _Run] = {}
-        self._is_backlog = is_backlog
+        self._is_backlog, self._can_split = is_backlog, can_split
         self._events: list[tuple[float, int, str, int]] = []
         self._num_open = 0
         for job in jobs:
@@ -179,7 +181,10 @@ class Simulator:
     def _submit(self, name: str, now_s: float) -> None:
         run = self.runs[name]
         job = run.job
-        self.state.submit(Job(name, job.base, now_s, job.load, job.gpus, self.bound, remaining=run.steps * job.noise))
+        remaining = run.steps * job.noise
+        self.state.submit(
+            Job(name, job.base, now_s, job.load, job.gpus, self.bound, remaining=remaining, can_split=self._can_split)
+        )
 
     def _finish(self, name: str, version: int, now_s: float) -> bool:
         run = self.runs[name]

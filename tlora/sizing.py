@@ -33,6 +33,7 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
     wanted = {base for base, pool in state.pools.items() if pool.waiting.keys}
     room = state.max_workers - sum(group.size * state.width_of(group.base) for group in groups.values())
     unplaced = {base: len(pool.waiting) for base, pool in state.pools.items()}
+    idle_s = state.idle_s
     for base, count in unplaced.items():
         home = homes.get(base)
         coming = home.size - len(home.workers) if home else 0
@@ -40,16 +41,19 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
         plan.reasons.update(dict.fromkeys(state.pools[base].waiting.keys, text))
         plan.demand[base] = _demand(state, base)
         width = state.width_of(base)
-        room -= width * _ask_for_workers(plan, state, home, base, count, room // width)
+        asked = _ask_for_workers(plan, state, home, base, count, room // width)
+        room -= width * asked
+        if count and not asked and coming <= 0:
+            idle_s = 0.0  # what idles is in the way
     for group in groups.values():
         for worker in group.workers:
             if worker.is_leaving:
                 plan.moves.update(worker.jobs)
     busy = {worker for names in plan.places.values() for worker in names}
-    leaves = dict(_spare_workers(state, groups, wanted, busy, now_s))
+    leaves = dict(_spare_workers(groups, wanted, busy, now_s - idle_s))
     emptied = {group.name for group in groups.values() if group.workers and _remaining(group, leaves) == 0}
     plan.stops.update(emptied)
-    plan.stops.update(name for name in _idle_groups(state, groups, wanted, busy, now_s))
+    plan.stops.update(_idle_groups(groups, wanted, busy, now_s - idle_s))
     for name, workers in leaves.items():
         if name not in plan.stops:
             plan.leaves[name] = workers
@@ -60,14 +64,8 @@ def _demand(state: "ClusterState", base: str) -> int:
     """Workers on which every job of a base, waiting or not, would have what its bound needs."""
     pool = state.pools[base]
     names = (*pool.waiting.keys, *pool.running.keys)
-    if isinstance(pool.model, Unmeasured):
-        return ceil(len(names) / state.jobs_per_worker)
-    budget, needs = pool.model.budgets[-1], 0.0
-    full_s = pool.model.tick_s(budget)
-    for name in names:
-        claim = state.claim_of(state.jobs[name], 1)
-        needs += min(claim.part * full_s / max(claim.allowed_s, full_s), budget)
-    return max(ceil(needs / budget), ceil(len(names) / state.jobs_per_worker))
+    needs = sum(state.jobs[name].need for name in names)
+    return max(ceil(needs / pool.model.budgets[-1]), ceil(len(names) / state.jobs_per_worker))
 
 
 def _wait(has_group: bool, coming: int, room: int, max_workers: int) -> str:
@@ -99,28 +97,25 @@ def _ask_for_workers(plan: "Plan", state: "ClusterState", home: Group | None, ba
     return asked
 
 
-def _idle_groups(
-    state: "ClusterState", groups: Mapping[str, Group], wanted: set[str], busy: set[str], now_s: float
-) -> Iterator[str]:
+def _idle_groups(groups: Mapping[str, Group], wanted: set[str], busy: set[str], before_s: float) -> Iterator[str]:
+    """Those without jobs since `before_s`."""
     for group in groups.values():
-        is_idle = group.idle_since_s is not None and now_s - group.idle_since_s >= state.idle_s
+        is_idle = group.idle_since_s is not None and group.idle_since_s <= before_s
         if is_idle and group.base not in wanted and not any(worker.name in busy for worker in group.workers):
             yield group.name
 
 
 def _spare_workers(
-    state: "ClusterState", groups: Mapping[str, Group], wanted: set[str], busy: set[str], now_s: float
+    groups: Mapping[str, Group], wanted: set[str], busy: set[str], before_s: float
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    """Workers without jobs that are leaving, or have been idle for long while others of their group are not."""
+    """Workers without jobs that are leaving, or have been idle since `before_s` while others of their group are not."""
     for group in groups.values():
         gone = {worker.name for worker in group.workers if worker.is_leaving and not worker.jobs}
         if group.base not in wanted and group.idle_since_s is None:
             gone |= {
                 worker.name
                 for worker in group.workers
-                if worker.idle_since_s is not None
-                and now_s - worker.idle_since_s >= state.idle_s
-                and worker.name not in busy
+                if worker.idle_since_s is not None and worker.idle_since_s <= before_s and worker.name not in busy
             }
         if gone:
             yield group.name, frozenset(gone)

@@ -6,6 +6,7 @@ import pytest
 
 from tlora.actors import metrics
 from tlora.actors.metrics import Metrics
+from tlora.job import State
 
 
 class FakeGauge:
@@ -43,8 +44,9 @@ def test_jobs_and_workers_are_published_and_those_that_have_gone_read_zero(
     seen: dict[tuple[str, ...], float],
 ) -> None:
     gauges = Metrics()
-    gauges.publish([job("a"), job("b", state="queued", group="")], [worker("w", 2.0)], 100.0)
-    gauges.publish([job("a"), job("b", state="queued", group="")], [worker("w", 3.0)], 102.0)
+    counts, jobs = {State.QUEUED: 1, State.RUNNING: 1}, [job("a"), job("b", state="queued", group="")]
+    gauges.publish(counts, jobs, [worker("w", 2.0)], 100.0)
+    gauges.publish(counts, jobs, [worker("w", 3.0)], 102.0)
     assert seen["tlora_job_tokens_per_s", "g", "a"] == 9.0
     assert seen["tlora_job_share", "g", "a"] == 2.0
     assert ("tlora_job_loss", "g", "a") not in seen
@@ -52,7 +54,7 @@ def test_jobs_and_workers_are_published_and_those_that_have_gone_read_zero(
     assert seen["tlora_worker_busy_fraction", "g", "0"] == 0.5
     assert seen["tlora_group_lost_workers", "g", "0"] == 1
     assert not [key for key in seen if "b" in key]
-    gauges.publish([job("a", state="finished", group="")], [], 104.0)
+    gauges.publish({State.FINISHED: 1}, [], [], 104.0)
     assert seen["tlora_job_tokens_per_s", "g", "a"] == 0.0
     assert seen["tlora_job_step", "g", "a"] == 3
     assert seen["tlora_worker_jobs", "g", "0"] == 0
@@ -61,8 +63,8 @@ def test_jobs_and_workers_are_published_and_those_that_have_gone_read_zero(
 
 def test_another_worker_of_the_same_rank_begins_anew(seen: dict[tuple[str, ...], float]) -> None:
     gauges = Metrics()
-    gauges.publish([], [worker("w", 90.0)], 100.0)
-    gauges.publish([], [worker("v", 1.0)], 102.0)
+    gauges.publish({}, [], [worker("w", 90.0)], 100.0)
+    gauges.publish({}, [], [worker("v", 1.0)], 102.0)
     assert seen["tlora_worker_busy_fraction", "g", "0"] == 0.0
-    gauges.publish([], [worker("v", 2.0)], 104.0)
+    gauges.publish({}, [], [worker("v", 2.0)], 104.0)
     assert seen["tlora_worker_busy_fraction", "g", "0"] == 0.5

@@ -3,74 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from desk import STORAGE, Desk, FakeWorker, spec_of
 
 from tlora.actors.journal import Journal
-from tlora.actors.messages import JobReport, Orders, Report
+from tlora.actors.messages import JobReport
 from tlora.actors.register import Foretold
-from tlora.actors.roster import GroupRecord, Roster, base_key
+from tlora.actors.roster import GroupRecord, Roster
 from tlora.cluster import ClusterSpec
 from tlora.errors import StateError
 from tlora.job import State
 from tlora.plan import Plan as BasePlan
-from tlora.scheduling import Plan, schedule
-from tlora.spec import JobSpec, parse_job
-
-STORAGE = "/storage"
-
-
-def spec_of(name: str, **changes: Any) -> JobSpec:
-    output = f"{STORAGE}/out/{name}"
-    return parse_job({"name": name, "base": {"model": "m"}, "data": {"path": "d"}, "output": output, **changes})
-
-
-class Desk:
-    """A roster and a clock."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.now_s = folder, 100.0
-        self.spec = ClusterSpec(storage=STORAGE, lost_after_s=10.0, jobs_per_worker=2)
-        self.open()
-
-    def open(self) -> None:
-        """As a scheduler that has just been started."""
-        self.journal = Journal(self.folder / "journal.db", str(self.folder / "store"))
-        self.roster = Roster(self.spec, self.journal, self.now_s)
-
-    def submit(self, *names: str) -> None:
-        self.roster.submit([spec_of(name) for name in names], self.now_s)
-        self.roster.groups["g"] = GroupRecord("g", base_key(spec_of("x").model_dump(mode="json")["base"]), 2, None)
-
-    def plan(self) -> None:
-        plan = schedule(self.roster.cluster_state(self.now_s), self.now_s)
-        self.roster.take_places(plan, self.now_s)
-
-    def wait(self, seconds: float) -> None:
-        """As a scheduler waits, looking every half second."""
-        for _ in range(int(2 * seconds)):
-            self.now_s += 0.5
-            self.roster.lose_silent(self.now_s)
-
-    def states(self) -> dict[str, str]:
-        return {row["name"]: row["state"] for row in self.roster.status()}
-
-
-class FakeWorker:
-    """Does at once what it is told."""
-
-    def __init__(self, desk: Desk, name: str, rank: int = 0):
-        self.desk, self.report, self.orders = desk, Report(name, "g", rank, "node", 1), Orders(0)
-
-    def say(self, **jobs: JobReport) -> Orders:
-        """These, and what it was told to have before."""
-        residents = {name: JobReport(order.attempt, State.RUNNING, step=3) for name, order in self.orders.jobs.items()}
-        self.report = replace(
-            self.report, jobs={**residents, **jobs}, heard=self.orders.number, applied=self.orders.number
-        )
-        self.orders = self.desk.roster.exchange(self.report, self.desk.now_s)
-        return self.orders
+from tlora.scheduling import Plan
 
 
 @pytest.fixture
@@ -225,9 +170,7 @@ def test_places_of_workers_that_never_come_back_are_lost(desk: Desk, running: Fa
 
 
 def test_a_drained_node_is_left(desk: Desk, running: FakeWorker) -> None:
-    plan = schedule(desk.roster.cluster_state(desk.now_s, {"node"}), desk.now_s)
-    assert plan.moves == {"a", "b"}
-    desk.roster.take_places(plan, desk.now_s)
+    assert desk.roster.plan(desk.now_s, {"node"}).moves == {"a", "b"}
     assert not running.say().jobs
     running.say()
     assert desk.states() == {"a": "queued", "b": "queued"}
@@ -329,7 +272,7 @@ def test_a_base_without_room_on_one_worker_gets_units_of_several(desk: Desk, run
     assert desk.roster.misfits() == {"g": f"its base takes 2 workers: {plan}"}
     desk.roster.forget_group("g", desk.now_s)
     assert desk.states() == {"a": "queued", "b": "queued"}
-    assert schedule(desk.roster.cluster_state(desk.now_s), desk.now_s).starts == {base: 1}
+    assert desk.roster.plan(desk.now_s).starts == {base: 1}
     desk.roster.groups["h"] = GroupRecord("h", base, 1, None, plan)
     assert not desk.roster.misfits()
 
@@ -338,7 +281,7 @@ def test_a_unit_is_one_worker_that_goes_with_any_of_its_nodes(desk: Desk, runnin
     running.report = replace(running.report, others=(("other", 7),))
     running.say()
     assert desk.roster.describe_workers()[0]["pids"] == [1, 7]
-    plan = schedule(desk.roster.cluster_state(desk.now_s, ["other"]), desk.now_s)
+    plan = desk.roster.plan(desk.now_s, ["other"])
     assert plan.moves == {"a", "b"}
 
 
@@ -388,5 +331,5 @@ def test_a_candidate_that_halts_while_it_is_cancelled_is_cancelled(desk: Desk, r
 def test_candidates_are_ranked_by_what_is_expected_of_them(desk: Desk) -> None:
     desk.submit("a", "b")
     desk.roster.foretold = {"a": Foretold("s", 80.0, 800.0, 0), "b": Foretold("s", 160.0, 1600.0, 16)}
-    jobs = desk.roster.cluster_state(desk.now_s).jobs
+    jobs = desk.roster._view.state(desk.now_s).jobs
     assert [(job.sweep, job.remaining, job.way) for job in jobs.values()] == [("s", 10.0, 100.0), ("s", 20.0, 200.0)]

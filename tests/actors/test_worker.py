@@ -81,6 +81,12 @@ def same(one: Adapter, other: Adapter) -> bool:
     return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
 
 
+def test_a_job_of_another_base_is_refused(desk: Desk) -> None:
+    spec = toy.named_job(desk.folder, "a")
+    desk.order(spec.model_copy(update={"base": spec.base.model_copy(update={"model": "other"})}))
+    assert "got a job of base other" in desk.ends("a").reason
+
+
 def test_jobs_that_come_and_go_are_those_they_would_have_been_alone(desk: Desk) -> None:
     first, second = (toy.named_job(desk.folder, name, steps=6) for name in ("first", "second"))
     desk.order(first)

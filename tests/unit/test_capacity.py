@@ -86,7 +86,7 @@ def test_peft_is_interpolated_and_accumulates_beyond_what_was_measured() -> None
 def test_ticks_refine_the_model_and_its_error_is_told() -> None:
     prior = Capacity.of(made_up.content()).models["left"]
     learner = Learner(prior)
-    assert not learner.is_sure
+    assert learner.is_sure
     for turn in range(200):
         tokens = (256, 512, 1024, 2048, 4096)[turn % 5]
         learner.learn(Tick(tokens, 1, 16, 2.0 * made_up.tick_ms(tokens) / 1e3))
@@ -94,7 +94,27 @@ def test_ticks_refine_the_model_and_its_error_is_told() -> None:
             assert learner.error == pytest.approx(0.5, abs=0.02)
     assert learner.model is not None
     assert learner.model.tick_s(1500) == pytest.approx(2.0 * made_up.tick_ms(1500) / 1e3, rel=0.05)
+    assert learner.model.tick_s(8192, 8, 128, 1024) == pytest.approx(2.0 * made_up.tick_ms(8192, 8, 128) / 1e3, rel=0.1)
     assert learner.error < 0.05
+    assert learner.is_sure
+
+
+def test_a_model_that_foretells_well_is_kept_until_it_does_not() -> None:
+    """Or else every tick would change every share on the cluster."""
+    random, learner = np.random.default_rng(0), Learner()
+
+    def learn(count: int, slower: float) -> int:
+        """Ticks with noise; how many models were in use."""
+        models = []
+        for _ in range(count):
+            tokens = int(random.choice((40, 80, 160)))
+            learner.learn(Tick(tokens, 1, 8, slower * (0.01 + 1e-4 * tokens) * float(random.lognormal(0.0, 0.05))))
+            models += [learner.model] if learner.model not in models else []
+        return len(models)
+
+    assert learn(5000, 1.0) <= 6
+    assert learn(10_000, 2.0) > 1
+    assert learner.error < 0.1
     assert learner.is_sure
 
 

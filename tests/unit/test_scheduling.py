@@ -109,6 +109,18 @@ def test_a_base_has_a_group_of_its_own() -> None:
     assert "no worker has its base" in crowded.reasons["a"]
 
 
+def test_an_idle_worker_of_a_group_keeps_its_base() -> None:
+    """What another base needs is a group of its own; where all workers are taken, those that idle make room at once."""
+    plan = schedule(state(worker("u", idle_since_s=0.0), idle_since_s=0.0, waiting=(job("a", "other"),)), 1.0)
+    assert not plan.places
+    assert plan.starts == {"other": 1}
+    assert not plan.stops
+    full = state(worker("u", idle_since_s=0.0), idle_since_s=0.0, waiting=(job("a", "other"),), max_workers=1)
+    plan = schedule(full, 1.0)
+    assert not plan.places
+    assert plan.stops == {"g"}
+
+
 def test_two_new_bases_share_what_is_free() -> None:
     waiting = tuple(job(f"{base}{n}", base) for base in "xy" for n in range(6))
     assert sum(schedule(state(waiting=waiting), 0.0).starts.values()) == 4

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from tlora.capacity import Capacity, Load
 from tlora.cli import app
 from tlora.errors import SpecError
+from tlora.policy import Planner
 from tlora.replays import BASELINES, WAYS, play
-from tlora.simulate import Faults, Replay
+from tlora.simulate import Faults, Replay, Simulator
 from tlora.traces import Arrivals, TraceJob, acme_arrivals, draw_jobs, lone_step_s, read_trace
 
 CAPACITY = Capacity.of(made_up.content())
@@ -52,6 +53,17 @@ def test_every_way_does_all_work_once(way: str, measure: str) -> None:
         check(replay, jobs, measure)
         if way not in BASELINES:
             assert replay.num_beyond_bound == 0
+
+
+def test_a_queue_that_runs_dry_does_not_end_with_its_longest_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(16, 8, 1024)
+    jobs = [TraceJob(f"s{at}", 0.0, 1, 100.0, "left", load, 1.0) for at in range(40)]
+    jobs.append(TraceJob("long", 0.0, 1, 1500.0, "left", load, 1.0))
+    lasts = [Simulator(CAPACITY, jobs, 2, can_split=False).run().makespan_s]
+    monkeypatch.setattr(Planner, "_heads", lambda self, pool: pool.waiting.lowest(3))
+    lasts.append(Simulator(CAPACITY, jobs, 2, can_split=False).run().makespan_s)
+    assert lasts[0] < 2900.0  # 2750 is all work over all GPUs
+    assert lasts[1] > 3400.0
 
 
 @given(st.integers(0, 10_000))

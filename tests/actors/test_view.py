@@ -1,0 +1,125 @@
+"""What plans are made by, over arbitrary events: the state that is kept is the one that would be made anew."""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import made_up
+import numpy as np
+import pytest
+from desk import Desk, FakeWorker, spec_of
+
+from tlora.actors.messages import JobReport
+from tlora.actors.roster import GroupRecord, base_key
+from tlora.actors.view import View
+from tlora.capacity import Capacity, Learner
+from tlora.errors import StateError
+from tlora.job import State
+from tlora.scheduling import ClusterState
+
+MODEL = Capacity.of(made_up.content()).models["left"]
+BASE = base_key(spec_of("x").model_dump(mode="json")["base"])
+WEIGHTS = {
+    "submit": 4, "plan": 6, "say": 12, "end": 2, "tell": 2, "come": 1, "pass": 1, "pause": 1, "resume": 2, "cancel": 1,
+    "replace": 1, "drain": 0.5, "forget-group": 1,
+}  # fmt: skip
+"""How likely each event is."""
+
+
+class Play:
+    """Events on a roster."""
+
+    def __init__(self, folder: Path, *, is_measured: bool):
+        self.desk, self.num_jobs, self.drained = Desk(folder), 0, set[str]()
+        self.desk.submit()
+        self.workers: list[FakeWorker] = []
+        self.is_measured = is_measured
+        if is_measured:
+            self.desk.roster.learners[BASE] = Learner(MODEL)
+        self.event("come", 0)
+
+    def event(self, kind: str, value: int) -> None:
+        desk, roster = self.desk, self.desk.roster
+        names = list(roster.jobs)
+        name = names[value % len(names)] if names else ""
+        if kind == "submit":
+            self.num_jobs += 1
+            lengths = {"max_length": (512, 2048)[value % 2]}
+            spec = spec_of(f"j{self.num_jobs}", batch_size=1 + value % 8, data={"path": "d", **lengths})
+            roster.submit([spec], desk.now_s)
+        elif kind == "plan":
+            roster.plan(desk.now_s, self.drained)
+        elif kind == "come":
+            self.workers.append(FakeWorker(desk, f"w{len(self.workers)}", rank=len(self.workers)))
+            self.workers[-1].say()
+        elif kind == "pass":
+            desk.wait(value / 10.0)
+        elif kind == "drain":
+            self.drained ^= {"node"}
+        elif kind == "replace":
+            rank = value % len(self.workers)
+            self.workers[rank] = FakeWorker(desk, f"again{desk.now_s}-{value}", rank)
+            self.workers[rank].say()
+        elif kind == "forget-group":
+            roster.forget_group("g", desk.now_s)
+            roster.groups["g"] = GroupRecord("g", BASE, 2, None)
+        elif kind in ("pause", "resume", "cancel") and name:
+            with suppress(StateError):  # it has ended
+                getattr(roster, kind)([name], desk.now_s)
+        elif kind in ("say", "end", "tell"):
+            self.say(kind, self.workers[value % len(self.workers)])
+
+    def say(self, kind: str, worker: FakeWorker) -> None:
+        told: dict[str, Any] = {}
+        for name, order in list(worker.orders.jobs.items())[:1]:
+            state = State.FINISHED if kind == "end" else State.RUNNING
+            tokens = 300 if kind == "tell" else 0
+            told[name] = JobReport(order.attempt, state, step=3, num_steps=1000, tokens=tokens)
+        orders = worker.say(**told)
+        assert orders.shares.keys() == (orders.jobs.keys() if self.is_measured else set())  # all of a worker's, or none
+
+
+def facts(state: ClusterState) -> list[object]:
+    jobs = {
+        name: (job.base, [worker.name for worker in job.workers], job.can_move, job.load.rank, job.load.batch)
+        for name, job in state.jobs.items()
+    }
+    waiting = {name for pool in state.pools.values() for name in pool.waiting.keys}
+    waiting |= {name for held in state.by_quota.values() for name in held}
+    workers = {
+        name: (worker.base, worker.is_leaving, worker.group, worker.idle_since_s, sorted(worker.jobs), worker.wanted)
+        for name, worker in state.workers.items()
+    }
+    running = {name for pool in state.pools.values() for name in pool.running.keys}
+    used = {user: count for user, count in state.used.items() if count}
+    return [dict(sorted(jobs.items())), waiting, running, dict(sorted(workers.items())), state.num_idle, used]
+
+
+def play(events: Sequence[tuple[str, int]], *, is_measured: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        play = Play(Path(folder), is_measured=is_measured)
+        for kind, value in events:
+            play.event(kind, value)
+        desk, view = play.desk, play.desk.roster._view
+        kept = facts(view.state(desk.now_s, play.drained))
+        view.forget()
+        assert kept == facts(view.state(desk.now_s, play.drained))
+        desk.journal.close()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_state_that_is_kept_is_the_one_that_would_be_made_anew(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    chances = np.array(list(WEIGHTS.values())) / sum(WEIGHTS.values())
+    kinds = random.choice(list(WEIGHTS), 60, p=chances)
+    play([(str(kind), int(random.integers(100))) for kind in kinds], is_measured=seed % 3 > 0)
+
+
+@pytest.mark.parametrize("part", ["touch", "_lose"])
+def test_a_change_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setattr(View, part, lambda self, *rest: None)
+    events = [("submit", 0), ("plan", 0), ("say", 0), ("say", 0), ("plan", 0), ("replace", 0), ("submit", 1)]
+    with pytest.raises((AssertionError, KeyError)):
+        play(events, is_measured=True)
