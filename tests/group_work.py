@@ -450,3 +450,13 @@ def resume_damaged(run: Run, folder: Path, mix: Sequence[Visit]) -> tuple[str, s
     while trainer.jobs:
         trainer.tick()
     return said
+
+
+ASLEEP_S = 300.0
+
+
+def fail_on_one(place: Any) -> None:
+    """On a benchmark's ranks."""
+    if place.rank:
+        raise ValueError("rank 1 of the benchmark")
+    time.sleep(ASLEEP_S)
