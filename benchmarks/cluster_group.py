@@ -99,7 +99,7 @@ class Load:
         connect(ClusterSpec.model_validate({**settings, **where}))
         self.client = Client()
         self.client.submit(self.first)
-        say("cold start: every job's first step", timed(lambda: self.until(lambda: self.all_step(self.first))))
+        say("cold start: every job's first step", timed(lambda: until(lambda: self.all_step(self.first))))
         self.until(lambda: all(len(seconds(spec)) > SETTLED_STEPS for spec in self.first))
         self.during("grow", 2.5, self.first, lambda: self.client.submit(self.others),
                     lambda: self.workers() == self.ranks and self.all_step(self.others))  # fmt: skip

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from benchmarks import group
@@ -29,6 +30,7 @@ from tlora.trainer import TrainerOptions
 SLICES = (1, 2, 4, 8)
 OWN = 0
 """As the controller has it."""
+Span = tuple[float, float]
 Samples = dict[str, list[float]]
 """Milliseconds of ticks, by what was measured."""
 
@@ -80,13 +82,18 @@ def measure(where: Place, name: str, plan: Plan, shape: str, sizes: Sequence[int
                 trainer, where.folder / f"{kind}{tokens}", RANKS, lanes,
                 batch=plan.lanes, length=tokens // len(RANKS), vocab=config.vocab_size,
             )  # fmt: skip
+        traced: dict[int, str] = {}
         settled = group.settle(trainers["real"])
         samples = in_rounds(trainers, rounds, ticks)
         own = trainers["real"].num_slices
+        if where.device.type == "cuda":
+            traced = {count: trace(trainers["real"], count) for count in (1, OWN)}
         for trainer in trainers.values():
             group.clear(trainer)
         if where.rank == 0:
             print(f"{name}/{tokens}: the controller chose {own}, settled after {settled} ticks", flush=True)
+            for count, text in traced.items():
+                print(f"{name}/{tokens}: a tick of {count or own} slices: {text}", flush=True)
             group.keep("overlap", plan.ranks, rows_of(f"{name}/{tokens}", f"{shape}, {plan.ranks} ranks", samples))
 
 
@@ -104,6 +111,43 @@ def in_rounds(trainers: dict[str, GroupTrainer], rounds: int, ticks: int) -> Sam
             samples[way] += group.ticks_ms(trainer.mesh.device, trainer.tick, ticks)
     real.options = replace(real.options, nano_batches=OWN)
     return samples
+
+
+def trace(trainer: GroupTrainer, count: int) -> str:
+    """Where this rank's exchange ran, by the profiler; an exchange's kernel also lasts while it waits for its peers."""
+    group.free(trainer.mesh.device)
+    trainer.options = replace(trainer.options, nano_batches=count)
+    for _ in range(2):
+        trainer.tick()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        trainer.tick()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans: dict[bool, list[Span]] = {True: [], False: []}
+    for event in events:
+        spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    exchange, compute = merged(spans[True]), merged(spans[False])
+    whole = merged([*exchange, *compute])
+    under = length(exchange) + length(compute) - length(whole)
+    idle = whole[-1][1] - whole[0][0] - length(whole)
+    figures = {"exchange": length(exchange), "of it under compute": under, "compute": length(compute), "idle": idle}
+    return ", ".join(f"{what} {taken / 1e3:.1f} ms" for what, taken in figures.items())
+
+
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """Their union, in order."""
+    union: list[Span] = []
+    for start, end in sorted(spans):
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(end, union[-1][1])
+        else:
+            union.append((start, end))
+    return union
+
+
+def length(spans: Sequence[Span]) -> float:
+    return sum(end - start for start, end in spans)
 
 
 def rows_of(name: str, shape: str, samples: Samples) -> list[Row]:

@@ -8,7 +8,7 @@ import group_work
 import pytest
 from torch.multiprocessing import ProcessRaisedException
 
-from benchmarks import group
+from benchmarks import group, overlap
 
 SMALLEST = {
     "overlap": "--plans tensor --tokens 64 --rounds 1 --ticks 1",
@@ -23,6 +23,14 @@ def test_its_smallest_form_runs(name: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert SAID[name] in ended.stdout
+
+
+def test_spans_of_time() -> None:
+    """What ran at once is the sum of both unions less the union of both."""
+    one, other = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)], [(2.5, 5.5)]
+    assert overlap.merged(one) == [(0.0, 3.0), (5.0, 6.0)]
+    assert overlap.merged([*one, *other]) == [(0.0, 6.0)]
+    assert overlap.length(overlap.merged(one)) + overlap.length(other) - 6.0 == 1.0
 
 
 def test_a_rank_that_fails_ends_all() -> None:
