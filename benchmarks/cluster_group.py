@@ -42,7 +42,7 @@ JOB_RANKS = (8, 16, 32, 64)
 """Of the jobs that fill a worker, and again of those that fill the next."""
 SETTLED_STEPS = 8
 AFTER_STEPS = 3
-"""Of each job that stays, before a change counts as over."""
+"""Of each job that stays, more, before a change counts as over."""
 
 
 def main() -> None:
@@ -136,8 +136,9 @@ class Load:
     def during(
         self, what: str, goal_s: float, stay: Sequence[JobSpec], change: Callable[[], object], seen: Callable[[], bool]
     ) -> None:
-        """How much longer than its median the longest step of those that stay is, from a change until it is seen."""
-        usual = {spec.name: statistics.median(seconds(spec)[-SETTLED_STEPS:]) for spec in stay}
+        """How much longer the longest step of those that stay is, from a change until it is seen, than their steps are
+        before or, with other neighbours, after it."""
+        usual_s = {spec.name: statistics.median(seconds(spec)[-SETTLED_STEPS:]) for spec in stay}
         before, places = {spec.name: len(seconds(spec)) for spec in stay}, self.places(stay)
         change()
         try:
@@ -146,11 +147,15 @@ class Load:
             print(f"{what}: {error}", flush=True)
             return
         still = [spec for spec in stay if self.places([spec])[spec.name] == places[spec.name]]
-        self.until(lambda: all(len(seconds(spec)) >= before[spec.name] + AFTER_STEPS for spec in still))
-        pauses = [max(seconds(spec)[before[spec.name] :]) - usual[spec.name] for spec in still]
+        at = {spec.name: len(seconds(spec)) for spec in still}
+        self.until(lambda: all(len(seconds(spec)) > at[spec.name] + AFTER_STEPS for spec in still))
+        pauses = [0.0]
+        for spec in still:
+            meanwhile = seconds(spec)[before[spec.name] :]
+            pauses.append(max(meanwhile) - max(usual_s[spec.name], statistics.median(meanwhile[-AFTER_STEPS:])))
         if len(still) < len(stay):
             print(f"{what}: {len(stay) - len(still)} of those that were to stay moved", flush=True)
-        self.keep(f"pause/{what}", max([0.0, *pauses]), goal_s)
+        self.keep(f"pause/{what}", max(pauses), goal_s)
 
     def kill(self, save_every_s: float) -> None:
         """The fullest worker, while it ticks: it does little else."""
