@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tlora.actors.folders import Folders
 from tlora.actors.journal import EMPTY, Change, Entry, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
 from tlora.actors.register import Foretold
@@ -88,7 +89,7 @@ class Roster:
         """Base by job."""
         self._seats: dict[tuple[str, int], str] = {}
         """Worker by group and rank."""
-        self._folders = _Folders()
+        self._folders = Folders()
         self._view = View(self)
         self._dismissed: set[str] = set()
         """Workers that are to end: what they say does not count."""
@@ -106,7 +107,7 @@ class Roster:
         """Take jobs in, all or none, those in `halts` as far as it says; returns the names of those that are new. The
         same job again is the same job; other content under its name raises StateError, which names what differs."""
         new, faults = [], []
-        together = _Folders()
+        together = Folders()
         for spec in map(self._placed, specs):
             if other := self._folders.clash(spec.name, spec.output) or together.clash(spec.name, spec.output):
                 faults.append(f"job {spec.name}: output {spec.output} lies in that of job {other}, or holds it.")
@@ -469,27 +470,6 @@ class Roster:
             "submitted_s": entry.submitted_s,
             "changed_s": entry.changed_s,
         }
-
-
-class _Folders:
-    """Outputs of jobs, of which none may hold another."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[Path, str] = {}
-        self._holders: dict[Path, str] = {}
-        """Folders that hold an output, and one job whose it is."""
-
-    def add(self, name: str, output: str) -> None:
-        path = Path(os.path.normpath(output))
-        self._jobs[path] = name
-        for holder in path.parents:
-            self._holders.setdefault(holder, name)
-
-    def clash(self, name: str, output: str) -> str | None:
-        """The other job whose output is, holds or lies in this one."""
-        path = Path(os.path.normpath(output))
-        found = (self._holders.get(path), *(self._jobs.get(folder) for folder in (path, *path.parents)))
-        return next((other for other in found if other not in (None, name)), None)
 
 
 def _numbers(told: JobReport) -> dict[str, Any]:

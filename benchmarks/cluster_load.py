@@ -61,8 +61,8 @@ def main() -> None:
     print(f"{environment.describe()} commit={commit()}")
 
 
-def write_base(folder: Path, config: Any) -> None:
-    """With a tokenizer of bytes, and rows of text for the jobs."""
+def write_base(folder: Path, config: Any, length: int = LENGTH) -> None:
+    """With a tokenizer of bytes, and rows of text of about so many tokens for the jobs."""
     bytewise = Tokenizer(models.BPE(vocab={char: at for at, char in enumerate(alphabet())}, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
@@ -74,7 +74,7 @@ def write_base(folder: Path, config: Any) -> None:
         part.save_pretrained(folder / "base")
     del model
     torch.cuda.empty_cache()
-    text = "the quick brown fox jumps over the lazy dog. " * (LENGTH // 46)
+    text = "the quick brown fox jumps over the lazy dog. " * (length // 46)
     rows = [json.dumps({"text": f"{n} {text}"}) + "\n" for n in range(64)]
     (folder / "rows.jsonl").write_text("".join(rows))
 
@@ -120,6 +120,7 @@ def job(folder: Path, name: str, rank: int) -> JobSpec:
             "data": {"path": str(folder / "rows.jsonl"), "max_length": LENGTH},
             "adapter": {"rank": rank, "targets": "all-linear", "dropout": 0.1},
             "batch_size": BATCH,
+            "schedule": {"name": "constant"},  # so that any step may be the last
             "steps": 100_000,
             "save_every": 100_000,
             "output": str(folder / "out" / name),

@@ -1,8 +1,9 @@
 """Each kernel's time beside its floor and its peers, after it was checked against float64.
 
-    python -m benchmarks.kernels [--quick]
+    python -m benchmarks.kernels [--quick] [--tensor 2 4 8]
 
-Needs a GPU and, of this package, only the kernels. --quick: only the linears. Rows go to results/<gpu>/kernels.json. An
+Needs a GPU and, of this package, only the kernels. --quick: only the linears. --tensor: only one rank's parts of the
+linears of an 8B Llama that so many ranks split. Rows go to results/<gpu>/kernels.json. An
 op that is wrong is not timed, and the exit status is 1. Shape letters: kernels/tiles.py.
 """
 
@@ -62,6 +63,8 @@ class Case:
     widths: tuple[int, ...]
     ranks: tuple[int, ...] = RANKS
     lengths: tuple[int, ...] = EVEN
+    first_column: int = 0
+    """Of the whole input, where A is cut."""
 
     @property
     def shape(self) -> str:
@@ -78,6 +81,8 @@ LINEARS = {
     "linear-ragged/4096x14336": (Case(4096, (14336,), lengths=ragged(8)), 1.12),
     "linear-many/4096x14336": (Case(4096, (14336,), RANKS * 8, (ROWS // 64,) * 64), 1.12),
 }
+WHOLE = {"o": (4096, 4096), "qkv": (4096, 4096, 1024, 1024), "gate-up": (4096, 14336, 14336), "down": (14336, 4096)}
+"""Inputs and outputs; o and down are split by inputs, the others by outputs."""
 ODD_RANKS = {"linear-rank40/4096x14336": (40, 64), "linear-rank3/4096x14336": (3, 4)}
 """A rank that is no power of two, and the next power of two; all eight jobs have it."""
 FORWARD = {"project": "project", "sum_slabs": "project"}
@@ -88,22 +93,36 @@ BACKWARD = {"gradient_b": "gradient_b", "sum_slabs": "gradient_b", "gradient_a":
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only the linears")
-    quick = parser.parse_args().quick
+    parser.add_argument("--tensor", nargs="+", type=int, default=[], help="ranks that split the linears")
+    given = parser.parse_args()
     began_s = time.perf_counter()
-    compile_linears()
+    linears = {name: part for ranks in given.tensor for name, part in split_linears(ranks).items()} or LINEARS
+    odd_ranks = {} if given.tensor else ODD_RANKS
+    compile_linears(linears, odd_ranks)
     print(f"compiled in {time.perf_counter() - began_s:.0f} s", flush=True)
-    right = [time_linear(name, case, target) for name, (case, target) in LINEARS.items()]
-    right += [time_odd_rank(name, *ranks) for name, ranks in ODD_RANKS.items()]
-    if not quick:
+    right = [time_linear(name, case, target) for name, (case, target) in linears.items()]
+    right += [time_odd_rank(name, *ranks) for name, ranks in odd_ranks.items()]
+    if not (given.quick or given.tensor):
         right += [time_adamw(), time_cross_entropy(128256, 1.10), time_cross_entropy(256000, None)]
     print(f"done in {time.perf_counter() - began_s:.0f} s")
     sys.exit(not all(right))
 
 
-def compile_linears() -> None:
+def split_linears(ranks: int) -> dict[str, tuple[Case, float | None]]:
+    """The last rank's part of each."""
+    linears = {}
+    for name, (K, *widths) in WHOLE.items():
+        case = Case(K, tuple(width // ranks for width in widths))
+        if name in ("o", "down"):
+            case = Case(K // ranks, tuple(widths), first_column=K - K // ranks)
+        linears[f"linear-tensor{ranks}/{name}"] = case, None
+    return linears
+
+
+def compile_linears(linears: Mapping[str, tuple[Case, float | None]], odd_ranks: Mapping[str, tuple[int, int]]) -> None:
     """Into Triton's cache, side by side: one after the other, their binaries would take a minute."""
-    cases = [case for case, _ in LINEARS.values()]
-    cases += [Case(4096, (14336,), (rank,) * 8) for ranks in ODD_RANKS.values() for rank in ranks]
+    cases = [case for case, _ in linears.values()]
+    cases += [Case(4096, (14336,), (rank,) * 8) for ranks in odd_ranks.values() for rank in ranks]
     # A binary depends on no more of a case than this.
     distinct = {(case.K, case.widths, stride_of(max(case.ranks))): case for case in cases}
     context, count = multiprocessing.get_context("spawn"), min(2 * len(distinct), os.cpu_count() or 1)
@@ -163,7 +182,9 @@ class Linear:
                 a_RK, b_RN = normal(rank, case.K, size=case.K**-0.5), normal(rank, width, size=rank**-0.5)
                 grad_a, grad_b = (torch.zeros_like(part, dtype=torch.float32) for part in (a_RK, b_RN))
                 dropout = DROPOUT * (slot % 2)
-                self.adapters.place(module, slot, Site(a_RK, b_RN.T, grad_a, grad_b.T, 1.0, dropout, slot, module))
+                grads = grad_a, grad_b.T
+                site = Site(a_RK, b_RN.T, *grads, 1.0, dropout, slot, module, case.first_column)
+                self.adapters.place(module, slot, site)
         self.adapters.low = stride_of(max(case.ranks))
         tables = self.rows.tables
         self.owners = (tables.segment_T, tables.segments, tables.counters_T, tables.pieces, tables.parts, tables.folds)
@@ -222,7 +243,7 @@ class Linear:
             for slot, site in sites.items():
                 a, b = site.a_RK.double(), site.b_NR.double()
                 grads = (torch.zeros_like(a), torch.zeros_like(b))
-                twin.place(module, slot, Site(a, b, *grads, site.scale, site.dropout, site.seed, site.module))
+                twin.place(module, slot, replace(site, a_RK=a, b_NR=b, grad_a_RK=grads[0], grad_b_NR=grads[1]))
         x = self.x.double().requires_grad_()
         want = reference.lora_linear(x, self.weight.double(), None, self.rows, twin)
         want.backward(self.dy.double())
@@ -250,7 +271,7 @@ def is_near(name: str, checks: Mapping[str, tuple[Tensor, Tensor, float]]) -> bo
     return not wrong
 
 
-def time_linear(name: str, case: Case, target: float) -> bool:
+def time_linear(name: str, case: Case, target: float | None) -> bool:
     linear = Linear(case)
     if not linear.is_right(name):
         return False

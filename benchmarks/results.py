@@ -38,6 +38,8 @@ class Row:
     commit: str
     date: str
     unit: str = "ms"
+    spread: float = 0.0
+    """Between the quartiles of `ours_ms`, over their median; 0 where it was not kept."""
 
     @property
     def verdict(self) -> str:
@@ -59,22 +61,27 @@ def row(
     *,
     unit: str = "",
     gpu: str = "",
+    spread: float = 0.0,
 ) -> Row:
     """With what it was measured on; `gpu`: what it was modelled for, without one. Unit: GiB in the rows named memory/…,
     else ms."""
     unit = unit or ("GiB" if name.startswith("memory/") else "ms")
     ratio = ours_ms / against_ms if better == "lower" else against_ms / ours_ms
-    made_on = (gpu or torch.cuda.get_device_name(), str(torch.__version__), triton.__version__, commit())
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    made_on = (gpu or device, str(torch.__version__), triton.__version__, commit())
     date = datetime.now(UTC).date().isoformat()
-    return Row(name, shape, ours_ms, against, against_ms, ratio, target, better, *made_on, date, unit)
+    return Row(name, shape, ours_ms, against, against_ms, ratio, target, better, *made_on, date, unit, spread)
 
 
 def folder(name: str = "") -> Path:
     """Of results of this name; without one, of this GPU: `h200` for an NVIDIA H200."""
-    name = name or torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    path = ROOT / "benchmarks" / "results" / name
+    path = ROOT / "benchmarks" / "results" / (name or gpu_folder())
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def gpu_folder() -> str:
+    return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
 
 
 def write(name: str, rows: Sequence[Row], within: str = "") -> None:
@@ -82,15 +89,19 @@ def write(name: str, rows: Sequence[Row], within: str = "") -> None:
     folder's name, if it is not the GPU's."""
     path = folder(within) / f"{name}.json"
     kept = {old["name"]: old for old in json.loads(path.read_text())} if path.exists() else {}
+    show(rows)
+    kept |= {new.name: asdict(new) for new in rows}
+    path.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
+
+
+def show(rows: Sequence[Row]) -> None:
     for new in rows:
-        unit = new.unit
+        unit, spread = new.unit, f" ± {new.spread:.1%}" if new.spread else ""
         print(
-            f"{new.name:<40} {new.shape:<26} {new.ours_ms:9.3f} {unit}, {new.against_ms:9.3f} {unit} {new.against:<31}"
-            f" {new.ratio:6.3f} {new.verdict}",
+            f"{new.name:<40} {new.shape:<26} {new.ours_ms:9.3f} {unit}{spread}, {new.against_ms:9.3f} {unit} "
+            f"{new.against:<31} {new.ratio:6.3f} {new.verdict}",
             flush=True,
         )
-        kept[new.name] = asdict(new)
-    path.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
 
 
 @cache

@@ -112,16 +112,18 @@ class Bench:
         return run
 
 
-def fresh(config: PretrainedConfig) -> nn.Module:
+def fresh(config: PretrainedConfig, device: torch.device | str = "cuda") -> nn.Module:
     """With a config of its own: a super-model names its attention there."""
     torch.manual_seed(0)
-    config = copy.deepcopy(config)
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config, device = copy.deepcopy(config), torch.device(device)
+    with device:
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+        )
 
 
-def sequence(length: int, seed: int) -> TokenSequence:
-    ids = np.random.default_rng(seed).integers(0, 30000, length).astype(np.int32)
+def sequence(length: int, seed: int, vocab: int = 30000) -> TokenSequence:
+    ids = np.random.default_rng(seed).integers(0, vocab, length).astype(np.int32)
     return TokenSequence(ids, np.arange(length) >= 1)
 
 
@@ -208,9 +210,18 @@ def add(
 class Peft:
     """One PEFT job on a base of its own, in a plain training loop."""
 
-    def __init__(self, config: PretrainedConfig, *, compiled: bool = False):
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        compiled: bool = False,
+        device: torch.device | str = "cuda",
+        around: Callable[[nn.Module], nn.Module] = lambda model: model,
+    ):
+        """`around`: what spreads the model over ranks."""
         lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=DROPOUT, target_modules="all-linear")
-        self.model = get_peft_model(fresh(config), lora).train()
+        self.device, self.vocab = device, min(30000, config.vocab_size)
+        self.model = around(get_peft_model(fresh(config, device), lora).train())
         if compiled:
             for layer in self.model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
@@ -222,7 +233,7 @@ class Peft:
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = dropout
-        ids = torch.from_numpy(sequence(length, 0).ids).long().cuda()[None].repeat(batch, 1)
+        ids = torch.from_numpy(sequence(length, 0, self.vocab).ids).long().to(self.device)[None].repeat(batch, 1)
         self.model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         self.optimizer.step()

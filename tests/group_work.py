@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -220,11 +221,14 @@ class Wire(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[tuple[str, int]] = []
+        self.groups: list[str] = []
+        """By name, of a tensor-parallel base's reductions."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, name = func.name().split("::")
         if name == "sum_over_ranks":  # one operator, through which this cannot look: a reduction of its input
             self.sent.append(("allreduce_", args[0].nbytes))
+            self.groups.append(args[1])
         if space in ("c10d", "_c10d_functional"):
             given = args[1] if name.startswith(("alltoall", "allgather", "_allgather")) else args[0]
             sizes = [leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
@@ -243,6 +247,47 @@ def count_bytes(run: Run, folder: Path, mix: Sequence[Visit], ticks: int) -> lis
             trainer.tick()
         sent.append(wire.sent)
     return sent
+
+
+def groups_used(run: Run, folder: Path, mix: Sequence[Visit]) -> list[str]:
+    """Groups that the reductions of one tick go through, in order."""
+    trainer = trainer_of(run)
+    for visit in mix:
+        act(trainer, visit, folder, 0)
+    with Wire() as wire:
+        trainer.tick()
+    return wire.groups
+
+
+def judged(run: Run, folder: Path, mix: Sequence[Visit], ticks: int) -> list[tuple[int, bool]]:
+    """The slices of each tick, and whether the controller was told what it cost."""
+    trainer = trainer_of(run)
+    for visit in mix:
+        act(trainer, visit, folder, 0)
+    told = []
+    note = trainer._controller.note
+    trainer._controller.note = lambda cost, mix: told.append(tick) or note(cost, mix)
+    counts = []
+    for tick in range(ticks + 1):  # noqa: B007  # the controller's note reads it
+        trainer.tick()
+        counts.append(trainer.num_slices)
+    return [(count, tick + 1 in told) for tick, count in enumerate(counts[:ticks])]
+
+
+def costs_told(run: Run, folder: Path, mix: Sequence[Visit], ticks: int) -> list[tuple[int, int, bool]]:
+    """Rows that each tick says it took, those that it did take, and whether a step ended it; the controller settled,
+    and ticks that may end before their device has done all."""
+    trainer = trainer_of(run)
+    for visit in mix:
+        act(trainer, visit, folder, 0)
+    trainer.runs_ahead = trainer._controller.is_settled = True
+    trainer._controller.note = lambda cost, mix: trainer._controller.count
+    seen = []
+    for _ in range(ticks):
+        before = sum(job.step for job in trainer.jobs.values())
+        rows = trainer.tick().num_tokens
+        seen.append((trainer._tick_rows, rows, sum(job.step for job in trainer.jobs.values()) > before))
+    return seen
 
 
 def layout_sizes(run: Run, folder: Path, visit: Visit) -> tuple[int, int]:
@@ -365,6 +410,27 @@ def talks(run: Run, asks: Sequence[int]) -> list[int]:
     return seen
 
 
+def break_off(run: Run, folder: Path, mix: Sequence[Visit]) -> None:
+    """Train a mix to its end; one tick ends where its gradients are still apart, and is sent again."""
+    trainer = trainer_of(run)
+    for visit in mix:
+        act(trainer, visit, folder, 0)
+    trainer.tick()
+    train_slices = trainer.supermodel.train_slices
+
+    def broken(batches: Any) -> None:
+        train_slices(batches)
+        raise MemoryError
+
+    trainer.supermodel.train_slices = broken
+    with suppress(MemoryError):
+        trainer.tick()
+    trainer.supermodel.train_slices = train_slices
+    trainer.replay()
+    while trainer.jobs:
+        trainer.tick()
+
+
 def go_on(run: Run, folder: Path, mix: Sequence[Visit], steps: int) -> list[int]:
     """Resume a mix and train it for so many steps a job at most; returns the steps that those which are left have."""
     trainer, until = trainer_of(run), dict[str, int]()
@@ -395,3 +461,13 @@ def resume_damaged(run: Run, folder: Path, mix: Sequence[Visit]) -> tuple[str, s
     while trainer.jobs:
         trainer.tick()
     return said
+
+
+ASLEEP_S = 300.0
+
+
+def fail_on_one(place: Any) -> None:
+    """On a benchmark's ranks."""
+    if place.rank:
+        raise ValueError("rank 1 of the benchmark")
+    time.sleep(ASLEEP_S)

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -26,12 +27,12 @@ from tlora.job import JobRecord, State
 from tlora.kernels.tiles import Update
 from tlora.packing import Batch, Item, idle
 from tlora.parallel import Mesh
-from tlora.resident import Phase, ResidentJob
+from tlora.resident import IN_FLIGHT, Phase, ResidentJob
 from tlora.spec import JobSpec
 from tlora.supermodel import SuperModel
 from tlora.tensor_parallel import SplitState
 from tlora.tracking import Silent, Tracker
-from tlora.trainer import IN_FLIGHT, Bid, Tick, Trainer, TrainerOptions
+from tlora.trainer import Bid, Tick, Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
 _T = TypeVar("_T")
@@ -53,11 +54,17 @@ class GroupTrainer(Trainer):
         self._norms: dict[str, torch.Tensor] = {}
         self._tick_s = 0.0
         self._tick_rows = 0
+        self._ahead_s = 0.0
+        self._ahead_rows = 0
         self._controller = nanobatch.Controller()
+        self._tried: set[int] = set()
         self._reduced: set[str] = set()
+        self._has_waited = True
         on_gpu = mesh.device.type == "cuda"
         self._aside = torch.cuda.Stream(mesh.device) if on_gpu else None
         """Where split jobs' vectors are summed while other slices compute."""
+        self.runs_ahead = on_gpu
+        """Whether a tick may end before its device has done all of it."""
         self.beside = on_gpu and mesh.plan.tensor > 1 and not supermodel.deterministic
         """Whether slices run at once, so that a job in several of them needs a gradient for each."""
         self._spares: dict[str, list[tuple[int, AdapterState]]] = {}
@@ -102,11 +109,17 @@ class GroupTrainer(Trainer):
 
         Raises GroupError if a rank of it is gone."""
         began_s, self._asked = time.perf_counter(), max(asks, self._asked)
+        self._has_waited = not self.runs_ahead
         with self.mesh.surfacing():
             tick = super().tick()
-        if self._aside is not None and self._is_measured and not self._controller.is_settled:
-            torch.cuda.synchronize()  # or a tick without a step would seem to take what its launches take
-        self._tick_s, self._tick_rows = time.perf_counter() - began_s, tick.num_tokens
+        if not self._has_waited and self._is_measured and not self._controller.is_settled:
+            torch.cuda.synchronize()
+            self._has_waited = True
+        self._ahead_s += time.perf_counter() - began_s
+        self._ahead_rows += tick.num_tokens
+        self._tick_s, self._tick_rows = 0.0, 0
+        if self._has_waited:  # a tick before would seem to take what its launches take, and this one theirs too
+            self._tick_s, self._tick_rows, self._ahead_s, self._ahead_rows = self._ahead_s, self._ahead_rows, 0.0, 0
         return tick
 
     def _new_state(self, spec: JobSpec) -> AdapterState:
@@ -280,9 +293,13 @@ class GroupTrainer(Trainer):
         return Message(last, kinds, self._asked, micros, self._tick_rows, mix, through, frozenset(self._lost))
 
     def _control(self) -> None:
-        """Let the controller see the last tick, as slow as its slowest rank: the same numbers on every rank."""
+        """Let the controller see the last tick, as slow as its slowest rank: the same numbers on every rank. The first
+        of each count is left out: it compiles, and its memory grows."""
         rows = max(message.rows for message in self._messages)
         if not self._is_measured or not rows or self._phase is not Phase.TRAINING:
+            return
+        if self._controller.count not in self._tried:
+            self._tried.add(self._controller.count)
             return
         cost = max(message.micros for message in self._messages) / rows
         self._controller.note(cost, tuple(message.mix for message in self._messages))
@@ -318,6 +335,8 @@ class GroupTrainer(Trainer):
         training = phase is Phase.TRAINING
         placed = self._spread_out(slices) if training and self.beside else slices
         batches = [self._pack(items, phase) for items in placed] or [self._idle(phase)]
+        for _, spare in chain(*self._spares.values()):  # a tick that was broken off may have left something
+            spare.grad.zero_()
         if training:
             losses = self.supermodel.train_slices(batches)
         else:
@@ -328,7 +347,6 @@ class GroupTrainer(Trainer):
         for name, spares in self._spares.items():
             for _, spare in spares:
                 self.jobs[name].state.grad.add_(spare.grad)
-                spare.grad.zero_()
 
     def _spread_out(self, slices: list[list[Item]]) -> list[list[Item]]:
         """Give a job that is in several slices a slot, and so a gradient, for each but the first."""
@@ -377,10 +395,12 @@ class GroupTrainer(Trainer):
     def _step(self, jobs: list[ResidentJob]) -> None:
         self._reduce(jobs, with_gradient=True)
         super()._step(jobs)
+        self._has_waited |= bool(jobs)
 
     def _finish_evaluation(self, jobs: list[ResidentJob]) -> None:
         self._reduce(jobs, with_gradient=False)
         super()._finish_evaluation(jobs)
+        self._has_waited |= bool(jobs)
 
     def _reduce_early(self, due: list[ResidentJob], waiting: set[int]) -> None:
         """Sum the vectors of due jobs of which no sequence is waiting any more; in their order, as all ranks do."""

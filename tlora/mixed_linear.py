@@ -23,6 +23,8 @@ class Current:
     """The rows of the batch that is passing through; every mixed linear of one super-model looks here."""
 
     rows: RowTable | None = None
+    channel: int = 0
+    """Which of its lane's process groups the batch's exchange goes through."""
 
 
 class Bundle:

@@ -19,6 +19,10 @@ Group = dist.ProcessGroup | None
 """None: this rank alone."""
 TIMEOUT_S = 600.0
 _T = TypeVar("_T")
+CHANNELS = 2
+"""Process groups of a lane, with which slices take turns. What one group is given runs one after the other on a GPU, in
+the order of launches: a slice's reduction would wait for another slice's next one, and that for compute. More than two
+could fill a GPU with reductions that wait for their peers."""
 
 
 class Mesh:
@@ -31,8 +35,9 @@ class Mesh:
         self.plan, self.rank, self.device, self.timeout_s = plan, dist.get_rank(), torch.device(device), timeout_s
         self.lane, self.part = plan.lane_of(self.rank), self.rank % plan.tensor
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        """By channel and ranks."""
         self.lane_ranks = plan.ranks_of([self.lane])
-        self.tensor_group = self.group(self.lane_ranks)
+        self.tensor_groups = tuple(self.group(self.lane_ranks, channel) for channel in range(CHANNELS))
         replica = plan.replica_ranks(self.rank)
         self.shard_group = self.group(replica[self.part :: plan.tensor])
         self.circle: tuple[int, ...] = ()
@@ -61,14 +66,14 @@ class Mesh:
         self._groups.clear()
         dist.destroy_process_group()
 
-    def group(self, ranks: Sequence[int]) -> Group:
+    def group(self, ranks: Sequence[int], channel: int = 0) -> Group:
         """The process group of these ranks; made at the first call, in which they all must take part."""
-        key = tuple(ranks)
-        if len(key) == 1:
+        key = channel, *ranks
+        if len(ranks) == 1:
             return None
         if key not in self._groups:
-            with self._watched("forming a group", key):
-                self._groups[key] = _new_group(key, timedelta(seconds=self.timeout_s))
+            with self._watched("forming a group", ranks):
+                self._groups[key] = _new_group(tuple(ranks), channel, timedelta(seconds=self.timeout_s))
         return self._groups[key]
 
     def join(self, ranks: Sequence[int]) -> None:
@@ -184,11 +189,12 @@ def _is_between_ranks(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in ("gloo", "nccl"))
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
-    """A group that its own ranks make alone, named after them. torch's `new_group` would name it after the number of
-    groups that this process has made, so that ranks of which one had made others would wait for each other in vain."""
+def _new_group(ranks: tuple[int, ...], channel: int, timeout: timedelta) -> Any:
+    """A group that its own ranks make alone, named after them and its channel. torch's `new_group` would name it after
+    the number of groups that this process has made, so that ranks of which one had made others would wait for each
+    other in vain."""
     c10d: Any = dist.distributed_c10d
-    world, name = c10d._world, "tlora-" + "-".join(map(str, ranks))
+    world, name = c10d._world, f"tlora-{'-'.join(map(str, ranks))}/{channel}"
     for group, its_name in world.pg_names.items():
         if its_name == name:
             return group

@@ -4,6 +4,7 @@ A record that the trainer reads and moves on. Everything here is a function of t
 """
 
 import hashlib
+import logging
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ from tlora.optim import learning_rate
 from tlora.packing import Item, rows_of
 from tlora.spec import JobSpec
 from tlora.tracking import Tracker
+
+log = logging.getLogger("tlora")
+IN_FLIGHT = 2
+"""Files of one job that may wait to be written."""
 
 
 class Phase(StrEnum):
@@ -186,6 +191,14 @@ class ResidentJob:
         """Raise what went wrong with files that have been written, once no more than `most` are still to be."""
         while self.files and (self.files[0].done() or (most is not None and len(self.files) > most)):
             self.files.popleft().result()
+
+    def is_behind(self) -> bool:
+        """Whether so many of its files wait to be written that a save had better be left out. Raises what went wrong
+        with others."""
+        self.settle_files()
+        if is_behind := len(self.files) >= IN_FLIGHT:
+            log.warning("job %s: no save at step %d, since earlier ones are still being written.", self.name, self.step)
+        return is_behind
 
     def is_due(self, every: int) -> bool:
         """Whether a cadence falls on the present step; 0 means the end of each epoch. The last step always is."""

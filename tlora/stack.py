@@ -1,8 +1,9 @@
 """The decoder layers of a base that several ranks hold together, run over all slices of a tick, layer by layer.
 
 A layer is gathered once for all slices (FSDP2), the next one while it runs; a slice's exchange between ranks runs under
-another's compute, each on a stream of its own. Slices go through a layer last one first, so that autograd, which takes
-the newest first, comes back in order: a job's gradients are summed as they are without slices.
+another's compute, each on a stream of its own, neighbours through process groups of their own. Slices go through a
+layer last one first, so that autograd, which takes the newest first, comes back in order: a job's gradients are summed
+as they are without slices.
 
 The layers' arguments are the model's own: it runs once with layers that only note them, then once more with a last
 layer that gives what the real ones gave.
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tlora.layers import decoder_layers
 from tlora.mixed_linear import Bundle, MixedLinear
-from tlora.parallel import Mesh
+from tlora.parallel import CHANNELS, Mesh
 from tlora.tensor_parallel import GroupBundle
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -106,9 +107,9 @@ class Stack:
         calls: list[list[Call]] = []
         hidden: list[torch.Tensor] = []
         inputs = self._embedded(inputs)
-        for each in inputs:
+        for at, each in enumerate(inputs):
             self._noted, self._first = [], None
-            self._forward(**each)
+            self._forward(**each, tlora_channel=at % CHANNELS)
             assert self._first is not None
             hidden.append(self._first)
             calls.append(self._noted)

@@ -275,14 +275,14 @@ class SuperModel:
         return stack
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer that several slices run through: the rows are those that it is given."""
+        """A layer that several slices run through: rows and channel are those that it is given."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._current.rows = kwargs.get("tlora_rows")
+            self._current.rows, self._current.channel = kwargs.get("tlora_rows"), kwargs.pop("tlora_channel", 0)
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._current.rows = None
+                self._current.rows, self._current.channel = None, 0
 
         return run
 

@@ -76,7 +76,7 @@ class GroupBundle(Bundle):
         self.keeper: nn.Module | None = None
         super().__init__(linears, current)
         self.adapters = Adapters(self.widths, mesh.device)
-        self._group = "" if mesh.tensor_group is None else mesh.tensor_group.group_name
+        self._groups = tuple(group.group_name if group else "" for group in mesh.tensor_groups)
         (self.cut,) = {cuts.get(linear) for linear in linears}
 
     @property
@@ -108,14 +108,15 @@ class GroupBundle(Bundle):
         del self._weight, self._bias
 
     def product(self, x_TK: torch.Tensor, rows: RowTable) -> torch.Tensor:
+        group = self._groups[self.current.channel]
         if self.cut == "column":
-            x_TK = _Enter.apply(x_TK, self._group)  # type: ignore[no-untyped-call]
+            x_TK = _Enter.apply(x_TK, group)  # type: ignore[no-untyped-call]
         y_TN = lora_linear(x_TK, self.weight, self.bias, rows, self.adapters)
-        return _Leave.apply(y_TN, self._group) if self.cut == "row" else y_TN  # type: ignore[no-untyped-call]
+        return _Leave.apply(y_TN, group) if self.cut == "row" else y_TN  # type: ignore[no-untyped-call]
 
     def plain(self, index: int, x: torch.Tensor) -> torch.Tensor:
         y = super().plain(index, x)
-        return _Leave.apply(y, self._group) if self.cut == "row" else y  # type: ignore[no-untyped-call]
+        return _Leave.apply(y, self._groups[0]) if self.cut == "row" else y  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):

@@ -33,15 +33,13 @@ from tlora.kernels.adamw import adamw
 from tlora.kernels.tiles import Update
 from tlora.optim import update_of
 from tlora.packing import Batch, Item, pack, rows_of
-from tlora.resident import Phase, ResidentJob, longest_rows
+from tlora.resident import IN_FLIGHT, Phase, ResidentJob, longest_rows
 from tlora.spec import JobSpec
 from tlora.supermodel import SuperModel
 from tlora.tracking import Tracker
 
 log = logging.getLogger("tlora")
 _FAULTS = (TloraError, OSError, SafetensorError, ArithmeticError, RuntimeError)
-IN_FLIGHT = 2
-"""Files of one job that may wait to be written."""
 """Copies of a job that wait to be written, before one more is made."""
 Bid = tuple[ResidentJob, Claim, int]
 """A job, what it asked for, and how many sequences it is to send."""
@@ -395,10 +393,7 @@ class Trainer:
         self._go_on(job)
 
     def _is_behind(self, job: ResidentJob) -> bool:
-        job.settle_files()
-        if is_behind := len(job.files) >= IN_FLIGHT:
-            log.warning("job %s: no save at step %d, since earlier ones are still being written.", job.name, job.step)
-        return is_behind
+        return job.is_behind()
 
     def _go_on(self, job: ResidentJob) -> None:
         if job.is_done:

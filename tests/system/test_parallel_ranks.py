@@ -90,6 +90,48 @@ def test_tensor_parallel_says_what_the_base_does_and_sums_whole_factors_once_a_s
             assert {tuple(step) for step in steps} == {(), (*vector, ("alltoall_base_", 16), ("allgather_", 8))}
 
 
+def test_neighbouring_slices_exchange_through_groups_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    """Through one, a slice's reduction would wait for another's next. The same order on both ranks."""
+    run = Run(plan=Plan(tensor=2), nano_batches=2)
+    one, other = ranks.run(2, group_work.groups_used, run, tmp_path, [whole(8)])
+    assert one == other
+    names = sorted(set(one))
+    assert [one.count(name) for name in names] == [4 * LAYERS] * 2
+    assert one[: 2 * LAYERS * 2 : 2] == one[1 : 2 * LAYERS * 2 : 2]  # attention and MLP of a slice: a layer, both ways
+
+
+def test_the_controller_is_not_told_of_the_first_tick_of_a_count(ranks: Ranks, tmp_path: Path) -> None:
+    """It compiles: what it costs is not what the count costs."""
+    visit = Visit("a", (0,), {**CHANGES, "batch_size": 8, "steps": 99}, {"count": 8})
+    run = Run(plan=Plan(tensor=2), nano_batches=0)
+    one, other = ranks.run(2, group_work.judged, run, tmp_path, [visit], 16)
+    assert one == other
+    counts = [count for count, _ in one]
+    assert len(set(counts)) > 2
+    assert [is_told for _, is_told in one] == [count in counts[:at] for at, count in enumerate(counts)]
+
+
+def test_what_ticks_without_a_step_took_is_told_with_the_next_step(ranks: Ranks, tmp_path: Path) -> None:
+    """Only there has the host waited for the device."""
+    visit = Visit("a", (0,), {**CHANGES, "steps": 99}, {"count": 8})
+    run = Run(plan=Plan(tensor=2), nano_batches=0, budget=24)
+    for seen in ranks.run(2, group_work.costs_told, run, tmp_path, [visit], 8):
+        assert {is_step for _, _, is_step in seen} == {True, False}
+        ahead = 0
+        for told, took, is_step in seen:
+            ahead += took
+            assert told == (ahead if is_step else 0)
+            ahead *= not is_step
+
+
+def test_a_tick_that_is_broken_off_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    """A job that is in several slices has a gradient for each, until all are through."""
+    visit = whole(8)
+    run = Run(plan=Plan(tensor=2), nano_batches=2, beside=True)
+    ranks.run(2, group_work.break_off, run, tmp_path, [visit])
+    _equal(tmp_path, visit)
+
+
 def _runs(rows: list[int]) -> list[list[int]]:
     """Any sequences, as any tick may hold."""
     parts: list[list[int]] = [[]]
