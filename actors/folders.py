@@ -1,4 +1,4 @@
-"""Where jobs write, by folder: owned by the roster, which refuses a job whose output lies in another's. No Ray, no torch."""
+"""Where jobs write, by folder: for the roster, which refuses an output that lies in another job's. No Ray, no torch."""
 
 import os
 from pathlib import Path

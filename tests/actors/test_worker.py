@@ -241,7 +241,7 @@ def test_a_storage_that_stays_away_ends_the_job_with_the_reason(
         raise OSError(5, "Input/output error")
 
     tries: list[int] = []
-    desk = Desk(tmp_path, patience_s=0.05)
+    desk = Desk(tmp_path, patience_s=2.0)
     monkeypatch.setattr("tlora.actors.worker.AGAIN_S", 0.01)
     monkeypatch.setattr("tlora.trainer.restore", gone)
     desk.order(toy.named_job(tmp_path, "a"))
