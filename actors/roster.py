@@ -415,10 +415,14 @@ class Roster:
         self._change([Change(name, wish="moved") for name in self.placed() if not self.jobs[name].wish], now_s)
 
     def forget_group(self, name: str, now_s: float) -> None:
-        """Its workers are gone with it."""
+        """Its workers are gone with it, and jobs that they still had wait again."""
         self.groups.pop(name, None)
+        busy = {entry.place for entry in self.jobs.values()}
         for worker in [worker for worker, seen in self.workers.items() if seen.report.group == name]:
-            self._lose(worker, "its group has ended", now_s)
+            if worker in busy:
+                self._lose(worker, "its group has ended", now_s)
+            else:
+                del self.workers[worker]
 
     # --- what users see
 

@@ -217,10 +217,10 @@ class Member(Worker):
             trainer.lose(frozenset[int]().union(*(each.lost for each in words)))
             self._let_go(trainer)
         self._read_what_comes()
+        self._saved_s |= dict.fromkeys(self._wishes.saves, self._talked_s)
         if (trainer := self._group) is not None:
             self._take_in(trainer, words)
             for name in sorted(self._wishes.saves & trainer.jobs.keys()):
-                self._saved_s[name] = self._talked_s
                 trainer.save(name)
             self._note(trainer.take_ended())
             self._deal_by(trainer, replace(orders, token_budget=-(-orders.token_budget // self.mesh.plan.lanes)))
@@ -235,8 +235,8 @@ class Member(Worker):
         """Of what is not wanted any more, or on other lanes; in one order, for all that hold a job save it together."""
         orders = self._wishes.orders
         for name in sorted(trainer.jobs):
-            stays = is_for(orders, name, self._attempts[name]) and self._wishes.lanes.get(name) == trainer.lanes(name)
-            if name in trainer.jobs and not stays:
+            is_here = self._wishes.lanes.get(name) == self._where(trainer, name)
+            if name in trainer.jobs and not (is_here and is_for(orders, name, self._attempts[name])):
                 trainer.release(name, keep=name not in orders.drop)
 
     def _read_what_comes(self) -> None:

@@ -228,8 +228,9 @@ class Worker:
             self._end(name, order.attempt, error)
 
     def _lacks_room(self, spec: JobSpec) -> bool:
-        """Whether this base and its first job want more than one worker; which, the next report says. Raises ModelError
-        if all that there may be are too few."""
+        """Whether this base and its first job want more than one worker, however small the ticks; the next report says
+        which. Raises ModelError if all that there may be are too few. Activations are estimates, so that a base whose
+        weights have room is tried."""
         device = torch.device(self.options.device) if self.options.device else default_device()
         if self._needs is None and self.options.most_workers and (memory := memory_bytes(device)):
             outline = Outline.load(self._base)
@@ -238,16 +239,17 @@ class Worker:
                 EstimatedCosts,
                 outline=outline,
                 layouts=[outline.lay_out(spec.adapter)],
-                rows=TrainerOptions(token_budget=self.options.token_budget).budget_on(device, spec.data.max_length),
+                rows=self.options.token_budget or spec.data.max_length,
                 dtype=dtype_of(self._base, device),
                 checkpointing=self.options.checkpointing,
             )
-            self._needs = fewest(lambda machine: costs(machine=machine), machine, divisor=outline.divisor)
-            if self._needs is None:
+            found = fewest(lambda machine: costs(machine=machine), machine, divisor=outline.divisor)
+            if found is None and costs(machine=machine).memory(Plan()).base > memory:
                 raise ModelError(
                     f"base.model = {self._base.model!r}: no plan for {machine.gpus} workers of {memory / 2**30:.0f} "
                     "GiB has room for it. Raise max_workers, lower the token budget, or set checkpointing."
                 )
+            self._needs = found or Plan()
         return self._needs is not None and self._needs.ranks > 1
 
     def _prepare(self, trainer: Trainer, spec: JobSpec) -> ResidentJob:

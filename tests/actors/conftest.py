@@ -1,4 +1,4 @@
-"""A local Ray with CPU workers, once a file, and a scheduler for each test that asks for a client; ranks of units."""
+"""A local Ray with CPU workers, once a file, and a scheduler for each test that asks for a client."""
 
 import tempfile
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import ray
 import toy
-from ranks import Ranks
 
 from tlora.actors.names import NAMESPACE
 from tlora.actors.scheduler import connect
@@ -43,10 +42,3 @@ def client(_ray: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
     yield Client()
     Client().down()
     assert not [actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(4)
-    yield pool
-    pool.close()

@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job_of(folder: Path, name: str, **changes: object) -> float:
+def off(folder: Path, name: str, **changes: object) -> float:
     """How far a job's end is from that which it has alone."""
     base = {"model": str(folder / "base"), "dtype": "float64"}
     return toy.off_alone(toy.named_job(folder, name, base=base, **changes))
@@ -31,37 +31,33 @@ def test_jobs_that_come_and_go_end_as_alone(plan: Plan, ranks: Ranks, folder: Pa
     seen, _ = ranks.run(2, unit_scenes.play, plan, folder, unit_scenes.come_and_go)
     for name in ("first", "second", "third"):
         assert seen[name].state is State.FINISHED
-        assert job_of(folder, name, steps=14) < 1e-8
+        assert off(folder, name, steps=14) < 1e-8
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_job_that_one_rank_cannot_read_fails_alone(rank: int, ranks: Ranks, folder: Path) -> None:
-    plan = Plan(tensor=2)
-    seen, _ = ranks.run(2, unit_scenes.without_data, plan, folder, rank)
+    seen, _ = ranks.run(2, unit_scenes.without_data, PLANS["parts"], folder, rank)
     assert (seen["bad"].state, seen["bad"].reason) == (State.FAILED, "no such file here")
     assert seen["good"].state is State.FINISHED
 
 
 def test_a_base_that_cannot_be_loaded_fails_its_job_and_is_tried_again(ranks: Ranks, folder: Path) -> None:
-    seen, _ = ranks.run(2, unit_scenes.play, Plan(shards=2), folder, unit_scenes.base_is_broken)
+    seen, _ = ranks.run(2, unit_scenes.play, PLANS["shards"], folder, unit_scenes.base_is_broken)
     assert seen["early"].state is State.FAILED
     assert "base.model" in seen["early"].reason
     assert seen["late"].state is State.FINISHED
 
 
-@pytest.mark.parametrize("plan", [PLANS["shards"], PLANS["parts"]], ids=str)
-def test_a_folder_held_elsewhere_is_waited_for_and_a_save_is_made_by_the_clock(
-    plan: Plan, ranks: Ranks, folder: Path
-) -> None:
+def test_a_folder_held_elsewhere_is_waited_for_and_a_save_is_made_by_the_clock(ranks: Ranks, folder: Path) -> None:
     scene = unit_scenes.held_elsewhere_and_saved_by_the_clock
-    seen, _ = ranks.run(2, unit_scenes.play, plan, folder, scene, 0.01)
+    seen, _ = ranks.run(2, unit_scenes.play, PLANS["parts"], folder, scene, 0.01)
     assert seen["held"].state is State.FINISHED
 
 
 @pytest.mark.parametrize("is_least", [False, True])
 def test_out_of_memory_is_told_before_the_unit_ends(is_least: bool, ranks: Ranks, folder: Path) -> None:
     """26: the next unit sends half as many rows; a job too large alone is the one that fails."""
-    told, _ = ranks.run(2, unit_scenes.out_of_memory, Plan(shards=2), folder, is_least)
+    told, _ = ranks.run(2, unit_scenes.out_of_memory, PLANS["shards"], folder, is_least)
     if is_least:
         assert told.jobs["a"].state is State.FAILED
         assert f"out of memory in a tick of {told.most_rows} rows" in told.jobs["a"].reason

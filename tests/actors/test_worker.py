@@ -374,6 +374,13 @@ def test_a_base_without_room_says_what_it_needs_and_waits(tmp_path: Path, monkey
     assert (report.jobs, report.base_loads) == ({}, 0)
 
 
+def test_a_base_whose_weights_alone_have_room_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.actors.worker.memory_bytes", lambda device: 200_000)  # they have about 140 kB
+    desk = Desk(tmp_path, most_workers=1)
+    desk.order(toy.named_job(tmp_path, "a", steps=1))
+    assert desk.ends("a").state is State.FINISHED
+
+
 def test_a_base_without_room_anywhere_fails_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlora.actors.worker.memory_bytes", lambda device: 1000)
     desk = Desk(tmp_path, most_workers=4)
