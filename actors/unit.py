@@ -25,12 +25,12 @@ from tlora.data import JobData, load_tokenizer
 from tlora.errors import GroupError, TloraError
 from tlora.group_trainer import ELSEWHERE, GroupTrainer
 from tlora.job import JobRecord, State
-from tlora.local import read_data
 from tlora.parallel import Mesh
 from tlora.planner import place
 from tlora.resident import longest_rows
 from tlora.spec import JobSpec, parse_job
 from tlora.supermodel import SuperModel
+from tlora.sweep import Halt
 from tlora.trainer import Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
@@ -66,6 +66,8 @@ class Word:
     """Jobs whose last files are being written: what became of them will be known here."""
     applied: int = 0
     lost: frozenset[int] = frozenset()
+    halts: dict[str, str] = field(default_factory=dict)
+    """Of those that it leads, candidates that are to halt, with why."""
     wishes: Wishes | None = None
 
 
@@ -94,6 +96,8 @@ class Member(Worker):
         others = mesh.share((node, report.pid))[1:]
         self.mailbox.tell(replace(report, others=tuple(others)))
         self._reading: dict[str, _Reading] = {}
+        self._due: dict[str, str] = {}
+        """Candidates of sweeps that this rank leads and that are to halt where they are held, and why."""
         self._led: set[str] = set()
         self._wishes, self._told = Wishes(), Word()
         self._lanes: dict[str, Lanes] = {}
@@ -140,7 +144,8 @@ class Member(Worker):
         if trainer is None:
             time.sleep(_TALK_S)
             return self._talk()
-        wants = time.monotonic() - self._talked_s > _TALK_S and self._word() != self._told
+        holds = self._hold(trainer)
+        wants = holds or (time.monotonic() - self._talked_s > _TALK_S and self._word() != self._told)
         tick = trainer.tick(self._talks + wants)
         self._note(tick.ended)
         if trainer.is_idle:
@@ -153,6 +158,16 @@ class Member(Worker):
             return False
         self._talks = trainer.talk
         return self._talk()
+
+    def _hold(self, trainer: GroupTrainer) -> bool:
+        """Whether candidates stand right after an evaluation: they wait until all their ranks have heard, from the one
+        that writes their metrics, whether they halt there."""
+        for name in self._halts.fresh(trainer.jobs):
+            job = trainer.jobs[name]
+            job.is_held = True
+            if name in self._led and (reason := self._halts.judge(job)):
+                self._due[name] = reason
+        return any(job.is_held for job in trainer.jobs.values())
 
     @property
     def _group(self) -> GroupTrainer | None:
@@ -184,14 +199,15 @@ class Member(Worker):
         if not self._reading and not leaving:
             self._applied = self._wishes.orders.number
         lost = trainer.lost if trainer else frozenset[int]()
-        return Word(jobs, frozenset(ready), leaving, self._applied, lost, self._wish() if self._leads else None)
+        wishes = self._wish() if self._leads else None
+        return Word(jobs, frozenset(ready), leaving, self._applied, lost, dict(self._due), wishes)
 
     def _is_lead(self, lanes: Lanes) -> bool:
         return self.mesh.plan.ranks_of(lanes)[0] == self.mesh.rank
 
     def _wish(self) -> Wishes:
         orders, told = self.mailbox.orders(), self.mailbox.report().jobs
-        over = {(name, job.attempt) for name, job in told.items() if job.state.is_terminal}
+        over = {(n, job.attempt) for n, job in told.items() if job.state.is_terminal or job.state is State.PAUSED}
         live = {name: order for name, order in orders.jobs.items() if (name, order.attempt) not in over}
         keys = frozenset((name, order.attempt) for name, order in live.items())
         if keys != self._lanes_of:
@@ -216,6 +232,7 @@ class Member(Worker):
         if (trainer := self._group) is not None:
             trainer.lose(frozenset[int]().union(*(each.lost for each in words)))
             self._let_go(trainer)
+            self._halt_together(trainer, {name: why for each in words for name, why in each.halts.items()})
         self._read_what_comes()
         self._saved_s |= dict.fromkeys(self._wishes.saves, self._talked_s)
         if (trainer := self._group) is not None:
@@ -238,6 +255,15 @@ class Member(Worker):
             is_here = self._wishes.lanes.get(name) == self._where(trainer, name)
             if name in trainer.jobs and not (is_here and is_for(orders, name, self._attempts[name])):
                 trainer.release(name, keep=name not in orders.drop)
+
+    def _halt_together(self, trainer: GroupTrainer, halts: dict[str, str]) -> None:
+        """Candidates that have come as far as they were to leave, saved; the others go on."""
+        for name in sorted(halts.keys() & trainer.jobs.keys()):
+            self._halting.add(name)
+            trainer.release(name, reason=halts[name])
+        for job in trainer.jobs.values():
+            job.is_held = False
+        self._due.clear()
 
     def _read_what_comes(self) -> None:
         """Data of jobs that are to lie here; the base first, which all ranks load together."""
@@ -276,7 +302,7 @@ class Member(Worker):
             self._end(name, order.attempt, error)
             return
         assert self._trainer is not None
-        data = self._readers.submit(read_data, spec, self._trainer.supermodel.outline, self._tokenizer)
+        data = self._readers.submit(self._library.read, spec, self._trainer.supermodel.outline, self._tokenizer)
         self._reading[name] = _Reading(order, spec, lanes, data, time.monotonic() + self.options.patience_s)
 
     def _take_in(self, trainer: GroupTrainer, words: list[Word]) -> None:
@@ -291,6 +317,8 @@ class Member(Worker):
             longest = longest_rows(data, trainer.supermodel.deterministic)
             trainer.token_budget = max(trainer.token_budget, 2 * longest)
         self._attempts[name] = reading.order.attempt
+        if reading.order.halt:
+            self._halts.by_name[name] = Halt.model_validate(reading.order.halt)
         (self._led.add if self._is_lead(reading.lanes) else self._led.discard)(name)
         try:
             trainer.attach(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "tlora.group_trainer", "tlora.stack", "toy"])
-PATIENCE_S = 40.0
+PATIENCE_S = 150.0
 
 
 class RankError(AssertionError):

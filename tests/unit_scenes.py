@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import toy
 
+from tlora import local
 from tlora.actors import unit
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
 from tlora.actors.unit import Member
-from tlora.checkpoint import STATE, JobFolder
+from tlora.checkpoint import STATE, JobFolder, read_meta
 from tlora.data import JobData
 from tlora.errors import DataError, GroupError
 from tlora.group_trainer import GroupTrainer
@@ -36,9 +37,13 @@ class Desk:
         base = {"model": str(self.folder / "base"), "dtype": "float64"}
         return toy.named_job(self.folder, name, base=base, **changes)
 
-    def order(self, *specs: JobSpec, drop: frozenset[str] = frozenset(), stop: bool = False) -> None:
+    def order(
+        self, *specs: JobSpec, drop: frozenset[str] = frozenset(), stop: bool = False, halt: int = 0, attempt: int = 1
+    ) -> None:
+        """These are to be there, as candidates if they are to halt after so many samples."""
         self.number += 1
-        jobs = {spec.name: Order(spec.model_dump(mode="json"), 1) for spec in specs}
+        halts = {"until": halt} if halt else {}
+        jobs = {spec.name: Order(spec.model_dump(mode="json"), attempt, halts) for spec in specs}
         self.member.mailbox.put(Orders(self.number, jobs, drop, stop))
 
     def look(self) -> Report:
@@ -62,7 +67,7 @@ def play(plan: Plan, folder: Path, scene: Scene, save_every_s: float = 300.0) ->
     unit._TALK_S = 0.02
     given = WorkerOptions(group="g", base=toy.named_job(folder, "a").base.model_dump(), plan=plan, device="cpu")
     given = replace(given, base={**given.base, "dtype": "float64"}, save_every_s=save_every_s)
-    member = Member(given, 0, "node", Mesh(plan, timeout_s=20.0))
+    member = Member(given, 0, "node", Mesh(plan, timeout_s=60.0))
     desk = Desk(member, folder)
     waits = scene(desk) if member.mesh.rank == 0 else iter(())
     seen = next(waits, None)
@@ -96,6 +101,21 @@ def come_and_go(desk: Desk) -> Iterator[Callable[[], Any]]:
     yield lambda: desk.is_done() and not desk.look().jobs
 
 
+def halts_at_its_rung(desk: Desk) -> Iterator[Callable[[], Any]]:
+    """A candidate, split over all lanes: to its rung, saved there, and then to its end."""
+    spec = desk.job("candidate", steps=8, eval_every=2, save_every=100, batch_size=2)
+    for attempt in (1, 2):
+        desk.order(spec, halt=7, attempt=attempt)
+        yield lambda: "candidate" in desk.seen and desk.seen["candidate"].state is State.PAUSED
+        assert desk.seen["candidate"].step == read_meta(spec.folder)["step"] == 4
+        assert desk.seen["candidate"].reason == "waits for its siblings at 8 samples"
+        desk.order()
+        yield lambda: desk.is_done() and not desk.look().jobs
+        desk.seen.clear()
+    desk.order(spec, attempt=3)
+    yield lambda: desk.has_ended("candidate")
+
+
 def one_fails_where_its_data_are_not(desk: Desk) -> Iterator[Callable[[], Any]]:
     good, bad = desk.job("good", steps=6), desk.job("bad", steps=6)
     desk.order(good, bad)
@@ -104,18 +124,18 @@ def one_fails_where_its_data_are_not(desk: Desk) -> Iterator[Callable[[], Any]]:
 
 def without_data(plan: Plan, folder: Path, rank: int) -> dict[str, JobReport]:
     """`one_fails_…`, on ranks of which one cannot read the data of the job `bad`."""
-    read = unit.read_data
+    read = local.read_data
 
     def refuse(spec: JobSpec, *arguments: Any) -> JobData:
         if spec.name == "bad" and unit.dist.get_rank() == rank:
             raise DataError("job bad: no such file here")
         return read(spec, *arguments)
 
-    unit.read_data = refuse
+    local.read_data = refuse
     try:
         return play(plan, folder, one_fails_where_its_data_are_not)
     finally:
-        unit.read_data = read
+        local.read_data = read
 
 
 def base_is_broken(desk: Desk) -> Iterator[Callable[[], Any]]:
@@ -135,7 +155,7 @@ def out_of_memory(plan: Plan, folder: Path, is_least: bool) -> Report | None:
     first told the scheduler."""
     base = toy.named_job(folder, "a").base.model_dump()
     given = WorkerOptions(group="g", base=base, plan=plan, device="cpu")
-    member = Member(given, 0, "node", Mesh(plan, timeout_s=20.0))
+    member = Member(given, 0, "node", Mesh(plan, timeout_s=60.0))
     send, told, ticks = GroupTrainer._send_all, list[Report](), list[int]()
 
     def refuse(trainer: GroupTrainer, *arguments: Any) -> None:

@@ -32,16 +32,19 @@ class Halts:
         self._looked_at: dict[str, int] = {}
 
     def due(self, jobs: Mapping[str, ResidentJob]) -> dict[str, str]:
-        """Residents that stand right after an evaluation which nobody has looked at and are to halt there, with why."""
-        found = {}
-        for name, halt in self.by_name.items():
-            job = jobs.get(name)
-            if job is None or not self._is_fresh(job):
-                continue
-            self._looked_at[name] = job.step
-            if reason := halt.judge(curve_of(job), samples_of(job)):
-                found[name] = reason
+        """Residents that are to halt right after an evaluation which nobody has looked at, with why."""
+        found = {name: self.judge(jobs[name]) for name in self.fresh(jobs)}
+        return {name: reason for name, reason in found.items() if reason}
+
+    def fresh(self, jobs: Mapping[str, ResidentJob]) -> list[str]:
+        """Those that stand right after an evaluation which nobody has looked at; from now on somebody has."""
+        found = [name for name in self.by_name if name in jobs and self._is_fresh(jobs[name])]
+        self._looked_at.update({name: jobs[name].step for name in found})
         return found
+
+    def judge(self, job: ResidentJob) -> str | None:
+        """Why it halts where it is, or None. Whoever writes its metrics can say."""
+        return self.by_name[job.name].judge(curve_of(job), samples_of(job))
 
     def drop(self, name: str) -> None:
         """It is gone: when it comes again, it is looked at again."""

@@ -73,6 +73,8 @@ class ResidentJob:
         self.phase = Phase.TRAINING
         self.is_settled = True
         """False from the moment the weights move until `step` counts it: what lies between must not be saved."""
+        self.is_held = False
+        """Its rows wait: whether it halts here is not known yet."""
         self.credit = 0.0
         self.part = 0, 1
         """Which of how many parts of every step this worker sends; the others are other workers'."""

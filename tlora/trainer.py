@@ -256,7 +256,8 @@ class Trainer:
 
     def _bid(self, phase: Phase) -> list[Bid]:
         """What a tick of this kind would take of whom; nothing is changed yet."""
-        jobs = sorted((job for job in self.jobs.values() if job.phase is phase), key=lambda job: job.slot)
+        here = (job for job in self.jobs.values() if job.phase is phase and not job.is_held)
+        jobs = sorted(here, key=lambda job: job.slot)
         claims = [Claim(job.share, job.pending_rows, job.step_rows, job.credit) for job in jobs]
         return list(zip(jobs, claims, deal(claims, self.token_budget, self._turn), strict=True))
 

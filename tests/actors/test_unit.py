@@ -34,6 +34,13 @@ def test_jobs_that_come_and_go_end_as_alone(plan: Plan, ranks: Ranks, folder: Pa
         assert off(folder, name, steps=14) < 1e-8
 
 
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_candidate_halts_at_its_rung_on_all_its_ranks(plan: Plan, ranks: Ranks, folder: Path) -> None:
+    seen, _ = ranks.run(2, unit_scenes.play, plan, folder, unit_scenes.halts_at_its_rung)
+    assert seen["candidate"].state is State.FINISHED
+    assert off(folder, "candidate", steps=8, eval_every=2, save_every=100, batch_size=2) < 1e-8
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_job_that_one_rank_cannot_read_fails_alone(rank: int, ranks: Ranks, folder: Path) -> None:
     seen, _ = ranks.run(2, unit_scenes.without_data, PLANS["parts"], folder, rank)
