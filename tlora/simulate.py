@@ -202,7 +202,7 @@ class Simulator:
                 name,
                 0.0 if self._is_backlog else job.submitted_s,
                 run.started_s,
-                now_s,
+                now_s + self.state.costs.end_s,
                 run.running_s,
                 alone_s * job.gpus,
                 alone_s,
