@@ -3,9 +3,9 @@
     python -m benchmarks.fidelity [--base BASE] [--seconds 40]
 
 BASE: a key of `benchmarks.step.BASES` (GPU), or `toy`, a small one for a CPU (default without a GPU). The profile is
-taken on the spot, before each mix. Each mix is sized to take about so many seconds. Rows go to
-results/scheduling/fidelity.json: error of the makespan, and the mean error of the jobs' completion times, in percent.
-On a CPU all times are those of this process, which others beside it hardly change.
+taken on the spot, before each mix, and so are a job's start and end. Each mix is sized to take about so many seconds.
+Rows go to results/scheduling/fidelity.json: error of the makespan, and the mean error of the jobs' completion times, in
+percent. On a CPU all times are those of this process, which others beside it hardly change.
 """
 
 import argparse
@@ -65,7 +65,23 @@ class Bench:
         """Its ticks, as they are now: a machine that others use does not stay the same."""
         self.capacity = Capacity.of(profile(self.model, lengths=self.lengths, clock=self.clock))
         self.model_of = self.capacity.models[self.base]
-        print(f"profile of {self.base}: fitted within {100 * self.model_of.error:.1f} %", flush=True)
+        self.costs = self.start_and_end()
+        print(f"profile of {self.base}: fitted within {100 * self.model_of.error:.1f} %, {self.costs}", flush=True)
+
+    def start_and_end(self) -> Costs:
+        """Of one job, beside its ticks."""
+        with tempfile.TemporaryDirectory(prefix="tlora-fidelity") as folder:
+            trainer = trainer_of(self.model)
+            data = random_data(self.longest, self.model.outline.vocab_size, seed=0)
+            began_s = self.clock()
+            trainer.attach(random_job(Path(folder), "job", self.base, steps=1), data)
+            attached_s = self.clock()
+            trainer.tick()
+            last_s = self.clock()
+            while trainer.leaving:
+                time.sleep(0.001)
+                trainer.take_ended()
+            return Costs(attach_s=attached_s - began_s, end_s=self.clock() - last_s, move_s=0.0, load_s=0.0)
 
     def jobs(self, mix: Mix, seconds: float) -> list[TraceJob]:
         jobs = []
@@ -77,24 +93,23 @@ class Bench:
             )
         return jobs
 
-    def foretell(self, jobs: Sequence[TraceJob], costs: Costs) -> dict[str, float]:
+    def foretell(self, jobs: Sequence[TraceJob]) -> dict[str, float]:
         """Completion times by the simulator."""
-        replay = Simulator(self.capacity, jobs, 1, costs=costs).run()
+        replay = Simulator(self.capacity, jobs, 1, costs=self.costs).run()
         return {outcome.name: outcome.completion_s for outcome in replay.outcomes}
 
-    def train(self, jobs: Sequence[TraceJob], costs: Costs) -> dict[str, float]:
+    def train(self, jobs: Sequence[TraceJob]) -> dict[str, float]:
         """Completion times of a trainer that does what the same plans say."""
         with tempfile.TemporaryDirectory(prefix="tlora-fidelity") as folder:
-            return Live(self, Path(folder), jobs, costs).run()
+            return Live(self, Path(folder), jobs).run()
 
 
 class Live:
     """A trainer, led by plans."""
 
-    def __init__(self, bench: Bench, folder: Path, jobs: Sequence[TraceJob], costs: Costs):
-        self.bench, self.folder = bench, folder
-        self.trainer = Trainer(bench.model, TrainerOptions(token_budget=16384))
-        self.state = ClusterState(bench.capacity.models, costs=costs)
+    def __init__(self, bench: Bench, folder: Path, jobs: Sequence[TraceJob]):
+        self.bench, self.folder, self.trainer = bench, folder, trainer_of(bench.model)
+        self.state = ClusterState(bench.capacity.models, costs=bench.costs)
         self.state.come(Worker("w", "n", bench.base))
         self.coming = sorted(jobs, key=lambda job: job.submitted_s)
         self.jobs = {job.name: job for job in jobs}
@@ -110,6 +125,10 @@ class Live:
                 self.submit(self.coming.pop(0), now_s)
             elif self.trainer.jobs:
                 for job in self.trainer.tick().ended:
+                    self.end(job.name)
+            elif self.trainer.leaving:
+                time.sleep(0.001)
+                for job in self.trainer.take_ended():
                     self.end(job.name)
         return {name: ended_s - self.jobs[name].submitted_s for name, ended_s in self.ended.items()}
 
@@ -145,6 +164,11 @@ class Live:
             self.trainer.token_budget = max(plan.budgets["w"], longest)
 
 
+def trainer_of(model: SuperModel) -> Trainer:
+    """As a cluster's worker has it."""
+    return Trainer(model, TrainerOptions(token_budget=16384, writes_beside=True))
+
+
 def _fresh(base: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if base == "toy":
@@ -170,13 +194,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     arguments = parser.parse_args()
     bench = Bench(arguments.base)
-    costs = Costs(attach_s=0.0, move_s=0.0, load_s=0.0)
     name = gpu_name(bench.model.device)
     rows = []
     for mix, parts in MIXES.items():
         bench.measure()
         jobs = bench.jobs(parts, arguments.seconds)
-        foretold, seen = bench.foretell(jobs, costs), bench.train(jobs, costs)
+        foretold, seen = bench.foretell(jobs), bench.train(jobs)
         for what, error in zip(("makespan", "completion"), errors(foretold, seen, jobs), strict=True):
             row = results.row(
                 f"fidelity/{name}/{mix}/{what}", f"{bench.base}; {len(jobs)} jobs", max(foretold.values()),

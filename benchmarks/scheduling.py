@@ -1,10 +1,11 @@
 """Scheduling beside its baselines, replayed on real traces: completion times, throughput, utilisation, planning time.
 
-    python -m benchmarks.scheduling TRACES [--parts PART ...] [--seeds SEED ...] [--profile FILE]
+    python -m benchmarks.scheduling TRACES [--parts PART ...] [--only CELL ...] [--seeds SEED ...] [--profile FILE]
 
 TRACES is a folder with philly_week.csv and acme_cdf.json. PARTs are the keys of `PARTS` below. Rows are named
 trace/load/measure/baseline and go to results/scheduling/; every one is a mean over the seeds, which are named in its
-shape. Speeds are a profile's of one GPU; what several GPUs do for one job is modelled.
+shape. A CELL is what rows of one kind begin with, such as acme/backlog/peft. Speeds are a profile's of one GPU; what
+several GPUs do for one job is modelled.
 """
 
 import argparse
@@ -61,8 +62,8 @@ class Cell:
 class Bench:
     """A profile, traces, and where rows go."""
 
-    def __init__(self, folder: Path, profile: Path, seeds: Sequence[int]):
-        self.folder, self.seeds = folder, seeds
+    def __init__(self, folder: Path, profile: Path, seeds: Sequence[int], only: Sequence[str] = ()):
+        self.folder, self.seeds, self.only = folder, seeds, only
         self.capacity = Capacity.load(profile)
         steps = json.loads((profile.parent / "step.json").read_text())
         (row,) = (row for row in steps if row["name"] == "step/8x1024")
@@ -149,7 +150,9 @@ def replay_all(bench: Bench, measures: Sequence[str], *, is_backlog: bool) -> No
     for trace, sizes in GPUS.items():
         for load in (1.0,) if is_backlog else sizes:
             for measure in measures:
-                replay_cell(bench, Cell(trace, load, measure, is_backlog))
+                cell = Cell(trace, load, measure, is_backlog)
+                if not bench.only or cell.name in bench.only:
+                    replay_cell(bench, cell)
 
 
 def replay_cell(bench: Bench, cell: Cell) -> None:
@@ -266,10 +269,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--profile", type=Path, default=results.ROOT / "benchmarks/results/h200/profile.json")
     arguments = parser.parse_args()
-    bench = Bench(arguments.traces, arguments.profile, arguments.seeds)
+    bench = Bench(arguments.traces, arguments.profile, arguments.seeds, arguments.only)
     for part in arguments.parts:
         PARTS[part](bench)
 

@@ -26,6 +26,8 @@ class Costs:
 
     attach_s: float = 0.3
     """Taking a job in on a warm worker: 0.26 s from submission to the first step on a toy base."""
+    end_s: float = 0.0
+    """From a job's last step until its files are written, beside the ticks of others."""
     move_s: float = 1.0
     """Saving it first, then the same elsewhere. Modelled."""
     split_s: float = 2.0

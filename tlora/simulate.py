@@ -138,8 +138,12 @@ class Simulator:
         """`can_split`: jobs may be on several workers at once; those of a live cluster are not yet."""
         self.capacity, self.bound, self.faults = capacity, bound, faults
         self.state = ClusterState(capacity.models, rules=rules, costs=costs)
+        self._nodes: dict[str, list[str]] = {}
+        """Workers by node, there or not."""
         for at in range(gpus):
-            self.state.come(Worker(f"w{at:05d}", f"n{at // GPUS_PER_NODE:04d}"))
+            self._nodes.setdefault(f"n{at // GPUS_PER_NODE:04d}", []).append(f"w{at:05d}")
+        for node in self._nodes:
+            self._come(node)
         self.replay = Replay(way, gpus)
         self.runs: dict[str, _Run] = {}
         self._is_backlog, self._can_split = is_backlog, can_split
@@ -152,7 +156,7 @@ class Simulator:
         self._sample_s = max(self._last_s, 1.0) / num_samples
         self._next_sample_s = 0.0
         self._random = np.random.default_rng([faults.seed, 3])
-        self._lay_faults(gpus)
+        self._lay_faults()
         heapq.heapify(self._events)
 
     def _add(self, job: TraceJob, lone_s: float, steps: float, submitted_s: float) -> None:
@@ -171,7 +175,7 @@ class Simulator:
             elif kind == 2:
                 self._lose(name, now_s)
             elif kind == 3:
-                self._come(name, now_s)
+                self._come(name)
             if not (self._events and self._events[0][0] == now_s and self._events[0][1] == kind == 1):
                 self._plan(now_s)
             if now_s >= self._next_sample_s:
@@ -200,7 +204,7 @@ class Simulator:
                 name,
                 0.0 if self._is_backlog else job.submitted_s,
                 run.started_s,
-                now_s,
+                now_s + self.state.costs.end_s,
                 run.running_s,
                 alone_s * job.gpus,
                 alone_s,
@@ -236,21 +240,22 @@ class Simulator:
 
     # --- faults
 
-    def _lay_faults(self, gpus: int) -> None:
-        nodes = sorted({worker.node for worker in self.state.workers.values()})
+    def _lay_faults(self) -> None:
+        nodes = list(self._nodes)
         faults, end_s = self.faults, 3 * self._last_s
         now_s = 0.0
         while faults.loss_every_s and (now_s := now_s + self._random.exponential(faults.loss_every_s)) < end_s:
             node = str(self._random.choice(nodes))
             self._events += [(now_s, 2, node, 0), (now_s + faults.repair_s, 3, node, 0)]
         for at in range(faults.spot_nodes):
+            self._nodes[f"spot{at:04d}"] = [f"spot{at:04d}.{gpu}" for gpu in range(GPUS_PER_NODE)]
             now_s, is_there = 0.0, False
             while (now_s := now_s + self._random.exponential(faults.spot_s)) < end_s:
                 is_there = not is_there
                 self._events.append((now_s, 3 if is_there else 2, f"spot{at:04d}", 0))
 
     def _lose(self, node: str, now_s: float) -> None:
-        for name in [worker.name for worker in self.state.workers.values() if worker.node == node]:
+        for name in [name for name in self._nodes[node] if name in self.state.workers]:
             for job in self.state.lose(name, now_s):
                 run = self.runs[job.name]
                 attached_s = max(now_s - run.since_s, 0.0)
@@ -262,10 +267,7 @@ class Simulator:
                 run.rate = 0.0
                 run.version += 1
 
-    def _come(self, node: str, now_s: float) -> None:
-        known = {worker.name for worker in self.state.workers.values() if worker.node == node}
-        prefix = f"w{int(node[1:]) * GPUS_PER_NODE:05d}" if node.startswith("n") else node
-        for at in range(GPUS_PER_NODE):
-            name = f"{prefix}.{at}" if not node.startswith("n") else f"w{int(node[1:]) * GPUS_PER_NODE + at:05d}"
-            if name not in known:
+    def _come(self, node: str) -> None:
+        for name in self._nodes[node]:
+            if name not in self.state.workers:
                 self.state.come(Worker(name, node))

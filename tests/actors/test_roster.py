@@ -1,9 +1,11 @@
 """The roster on a real journal: what users ask for, what workers say, and what survives a scheduler's death."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import made_up
 import pytest
 from desk import STORAGE, Desk, FakeWorker, spec_of
 
@@ -250,6 +252,27 @@ def test_measured_ticks_set_the_shares_and_the_size_of_ticks(desk: Desk, running
     number = orders.number
     desk.plan()
     assert running.say().number == number
+
+
+@pytest.mark.parametrize(("order", "first"), [("shortest", "short"), ("submitted", "long")])
+def test_a_profile_is_planned_by_before_any_tick(desk: Desk, tmp_path: Path, order: str, first: str) -> None:
+    content = made_up.content()
+    content["ticks"] = [{**row, "base": "m"} for row in content["ticks"]]
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    changes = {"profile": str(tmp_path / "profile.json"), "order": order, "jobs_per_worker": 1}
+    desk.spec = desk.spec.model_copy(update=changes)
+    desk.journal.close()
+    desk.open()
+    for name, steps in (("long", 9000), ("short", 10)):
+        desk.roster.submit([spec_of(name, steps=steps)], desk.now_s)
+        desk.now_s += 1.0
+    desk.submit()
+    worker = FakeWorker(desk, "w")
+    worker.say()
+    desk.plan()
+    orders = worker.say()
+    assert set(orders.jobs) == set(orders.shares) == {first}
+    assert orders.token_budget
 
 
 def test_a_job_that_is_to_be_elsewhere_leaves_first(desk: Desk, running: FakeWorker) -> None:

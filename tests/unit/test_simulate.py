@@ -66,6 +66,13 @@ def test_a_queue_that_runs_dry_does_not_end_with_its_longest_job_alone(monkeypat
     assert lasts[1] > 3400.0
 
 
+def test_a_node_that_comes_back_has_the_gpus_that_it_had() -> None:
+    """The last one of twelve has four."""
+    simulator = Simulator(CAPACITY, some_jobs(0), 12, faults=Faults(loss_every_s=600.0, repair_s=60.0))
+    simulator.run()
+    assert len(simulator.state.workers) <= 12
+
+
 @given(st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
 def test_gpus_are_never_given_twice_and_no_job_that_fits_first_waits(seed: int) -> None:
