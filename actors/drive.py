@@ -6,6 +6,7 @@ Run by the actor of `tlora.actors.sweeps`, a thread a sweep. What happens to can
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,11 @@ Call = Callable[..., Any]
 class Drive:
     """One sweep, by its newest wish."""
 
-    def __init__(self, register: Register, name: str, call: Call, *, counts_gpus: bool):
+    def __init__(
+        self, register: Register, name: str, call: Call, library: AbstractContextManager[Any], *, counts_gpus: bool
+    ):
         self._register, self._name, self._call, self._counts_gpus = register, name, call, counts_gpus
+        self._library = library
         self._told_s = 0.0
 
     def run(self) -> None:
@@ -51,7 +55,7 @@ class Drive:
             state.take(spec)
             self._tell(state, wish, State.RUNNING)
             places = ClusterPlaces(self._call, state, counts_gpus=self._counts_gpus)
-            SweepRun(spec, state, places, lambda: self._is_to_stop(state, wish)).run()
+            SweepRun(spec, state, places, lambda: self._is_to_stop(state, wish), self._library).run()
             newest = self._register.wish(self._name)
             if newest.state is State.CANCELLED:
                 open_ones = [one.name for one in state.candidates if one.status.is_open]

@@ -26,6 +26,8 @@ class Sweeps:
     def __init__(self, outputs: str, counts_gpus: bool):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._register, self._counts_gpus = Register(Path(outputs)), counts_gpus
+        self._library = threading.Lock()
+        """Held by the thread that reads data or draws."""
         self._threads: dict[str, threading.Thread] = {}
         threading.Thread(target=self._look, daemon=True, name="tlora-sweeps").start()
 
@@ -46,7 +48,7 @@ class Sweeps:
         from tlora.actors.drive import Drive, call  # here, for a scheduler that starts this needs no torch
 
         try:
-            Drive(self._register, name, call, counts_gpus=self._counts_gpus).run()
+            Drive(self._register, name, call, self._library, counts_gpus=self._counts_gpus).run()
         except Exception:  # of one sweep: it is begun again where its files say
             log.exception("sweep=%s could not be driven", name)
             time.sleep(_AGAIN_S)

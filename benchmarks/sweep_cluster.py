@@ -1,4 +1,4 @@
-"""Two sweeps and four plain jobs at once on two workers, beside the simulator and the sweeps one after the other.
+"""Two sweeps and four plain jobs at once on two workers, beside the simulator, and beside the sweeps in turn.
 
     python -m benchmarks.sweep_cluster BASE [--configurations 12] [--epochs 4]
 
@@ -88,7 +88,7 @@ class Bench:
         return parse_job({**values, "adapter": adapter, "output": str(self.folder / "out" / name), **changes})
 
     def run(self) -> tuple[float, float, float]:
-        """Seconds: all at once, as the simulator has it, and the sweeps one after the other."""
+        """Seconds: all at once, as the simulator has it, and the sweeps in turn, the jobs beside the first."""
         settings = {"gpus_per_worker": 0, "max_workers": WORKERS, "jobs_per_worker": SEATS, "idle_s": 600.0}
         connect(ClusterSpec(storage=str(self.folder), state=str(self.folder / "state"), **settings))
         client, epochs = Client(), self.arguments.epochs
@@ -97,17 +97,20 @@ class Bench:
         jobs = [self.job(f"plain{n}", epochs=epochs) for n in range(PLAIN)]
         together = self.time(client, sweeps, jobs)
         in_turn = 0.0
-        for sweep in sweeps:
+        for sweep, beside in zip(sweeps, (jobs, []), strict=True):
             again = sweep.model_copy(update={"name": f"{sweep.name}2", "output": f"{sweep.output}2"})
-            in_turn += self.time(client, [again], [])
+            anew = [self.job(f"{job.name}2", epochs=epochs) for job in beside]
+            in_turn += self.time(client, [again], anew)
         client.down()
         return together, self.foretell(sweeps, jobs), in_turn
 
     def warm(self, client: Client) -> None:
-        """Both workers, with ticks of many sizes: what is not measured yet fills the seats of one first."""
+        """Both workers, with ticks of many sizes (what is not measured yet fills the seats of one first), and whoever
+        drives sweeps."""
         jobs = [self.job(f"warm{n}", batch_size=2 ** (n % 5), steps=16 + 4 * n) for n in range(SEATS + 2)]
         client.submit(jobs)
-        rows = client.wait([job.name for job in jobs])
+        client.sweep(self.sweep("warm", 3, 1))
+        rows = client.wait(["warm", *(job.name for job in jobs)])
         assert all(row["state"] == State.FINISHED for row in rows), rows
         assert len(client.workers()) == WORKERS, client.workers()
         print("both workers are warm", flush=True)
@@ -161,7 +164,14 @@ def report(arguments: argparse.Namespace, together: float, foretold: float, in_t
     rows = [
         replace(error, ratio=100.0 * abs(foretold / together - 1.0)),
         results.row(
-            "cluster/together", shape, together, "the sweeps one after the other", in_turn, 1.0, unit="s", gpu="CPU"
+            "cluster/together",
+            shape,
+            together,
+            "the sweeps in turn, the jobs beside the first",
+            in_turn,
+            1.0,
+            unit="s",
+            gpu="CPU",
         ),
     ]
     results.write("cluster", rows, "sweeps")

@@ -121,11 +121,11 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _axis(spec: SweepSpec) -> dict[str, str]:
-    """Of what is to be low."""
+def _axis(spec: SweepSpec, state: SweepState) -> dict[str, str]:
+    """Of what is to be low. Nothing can be drawn on a logarithmic one before the first evaluation."""
     if spec.objective.name == "exact_match":
         return {"ylabel": "validation rows not answered exactly", "yscale": "linear"}
-    return {"ylabel": "validation loss", "yscale": "log"}
+    return {"ylabel": "validation loss", "yscale": "log" if state.leader else "linear"}
 
 
 def _losses(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve]) -> "Figure":
@@ -143,7 +143,7 @@ def _losses(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve]) -> 
             axes.plot(samples[-1], losses[-1], "x", color=colour)
     for rung in state.rungs:
         axes.axvline(rung, color="0.8", linewidth=0.8, zorder=0)
-    axes.set(xlabel="samples", title="× ended early; the best in black", **_axis(spec))
+    axes.set(xlabel="samples", title="× ended early; the best in black", **_axis(spec, state))
     return figure
 
 
@@ -162,10 +162,10 @@ def _fields(spec: SweepSpec, state: SweepState) -> "Figure":
                 "o" if status is Status.FINISHED else "x",
                 color=_COLOURS.get(status, "tab:blue"),
             )
-        axes.set(xlabel=key, xscale="log" if domain.log_uniform else "linear", yscale=_axis(spec)["yscale"])
+        axes.set(xlabel=key, xscale="log" if domain.log_uniform else "linear", yscale=_axis(spec, state)["yscale"])
     for axes in grid.flat[len(spec.space) :]:
         axes.set_axis_off()
-    grid[0][0].set_ylabel(f"best {_axis(spec)['ylabel']}")
+    grid[0][0].set_ylabel(f"best {_axis(spec, state)['ylabel']}")
     return figure
 
 

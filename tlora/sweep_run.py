@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -75,12 +76,19 @@ class SweepRun:
     """One sweep, whose folder this process holds."""
 
     def __init__(
-        self, spec: SweepSpec, state: SweepState, places: Places, stopped: Callable[[], str | None] = lambda: None
+        self,
+        spec: SweepSpec,
+        state: SweepState,
+        places: Places,
+        stopped: Callable[[], str | None] = lambda: None,
+        library: "AbstractContextManager[Any]" = nullcontext(),  # noqa: B008
     ):
-        """`stopped`: why it is to stop, once it is."""
-        self.spec, self.state, self.places, self._stopped = spec, state, places, stopped
+        """`stopped`: why it is to stop, once it is. `library`: held while others' code is called that is not made for
+        threads (data sets, models' files, drawings), where there are several sweeps in this process."""
+        self.spec, self.state, self.places, self._stopped, self._library = spec, state, places, stopped, library
         base = spec.first.base
-        self._outline, self._tokenizer = Outline.load(base), load_tokenizer(base)
+        with library:
+            self._outline, self._tokenizer = Outline.load(base), load_tokenizer(base)
         self._read: dict[Hashable, JobData] = {}
         self._counted_s = self._saved_s = time.monotonic()
 
@@ -116,7 +124,9 @@ class SweepRun:
             self._save()
         self.state.explain_exits(self.spec.early_exit.halving)
         self._save()
-        write_results(self.spec, self.state, {one.name: self._curve(one) for one in self.state.candidates})
+        curves = {one.name: self._curve(one) for one in self.state.candidates}
+        with self._library:
+            write_results(self.spec, self.state, curves)
 
     def _add(self, wave: Sequence[Values], *, is_fork: bool = False) -> None:
         """Take candidates in, once all that can be known of them before training is known."""
@@ -166,7 +176,8 @@ class SweepRun:
         """A candidate's sequences, read and tokenised once for all that share them."""
         key = data_key(spec)
         if key not in self._read:
-            self._read[key] = read_data(spec, self._outline, self._tokenizer)
+            with self._library:
+                self._read[key] = read_data(spec, self._outline, self._tokenizer)
         return self._read[key]
 
     def _spec_of(self, one: Candidate) -> JobSpec:

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import ray
 import toy
+import yaml
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from tlora.actors.names import NAMESPACE, SWEEPS
+from tlora.cli import app
 from tlora.client import Client
 from tlora.errors import SpecError, StateError
 from tlora.job import State
@@ -73,7 +76,12 @@ def test_a_sweep_is_paused_extended_and_cancelled(client: Client, tmp_path: Path
     """It goes on with the next `up`, and what it leaves can be resumed as the jobs that they are."""
     toy.write_sweep(tmp_path)
     changes = {"early_exit": {"evaluations": 8, "halving": None}}
-    client.sweep(toy.sweep(tmp_path, **changes, budget={"configurations": 2}))
+    file, plain = tmp_path / "s.yaml", tmp_path / "plain.yaml"
+    sweep = toy.sweep(tmp_path, **changes, budget={"configurations": 2})
+    for path, spec in ((file, sweep), (plain, toy.named_job(tmp_path, "plain", steps=1))):
+        path.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    sent = CliRunner().invoke(app, ["submit", str(file), str(plain)])
+    assert "2 new, 0 known already" in sent.output, sent.output
     toy.until(lambda: any(row["step"] for row in client.status() if row["name"] == "s-000"))
     client.pause(["s"])
     toy.until(lambda: state_of(client, "s") == State.PAUSED)

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from tlora import sweep_run
 from tlora.errors import SpecError
 from tlora.local import Progress, RunOptions, prepare, train
 from tlora.spec import JobSpec, load_job
-from tlora.sweep_local import run_sweep
-from tlora.sweep_state import Status
+from tlora.sweep_local import LocalPlaces, run_sweep
+from tlora.sweep_state import Status, SweepState
 
 OPTIONS = RunOptions(device="cpu", deterministic=True)
 RESUME = RunOptions(device="cpu", deterministic=True, resume=True)
@@ -75,6 +76,23 @@ def test_a_sweep_ends_the_weak_and_its_winner_is_what_it_would_be_alone(
     finished = next(one for one in state.candidates if one.status is Status.FINISHED)
     job = load_job(spec.folder / "candidates" / finished.name / "job.yaml")
     assert equal(weights(job.folder), weights(alone(job)))
+
+
+def test_where_there_are_several_others_code_is_called_by_one_at_a_time(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads data sets is not made for threads, nor what draws."""
+    lock, called = threading.Lock(), []
+    for name in ("read_data", "load_tokenizer", "write_results"):
+        real = getattr(sweep_run, name)
+        monkeypatch.setattr(
+            sweep_run, name, lambda *args, name=name, real=real: (called.append((name, lock.locked())), real(*args))[1]
+        )
+    spec = toy.sweep(desk, budget={"configurations": 1, "samples": 4})
+    spec.folder.mkdir()
+    run = sweep_run.SweepRun(spec, SweepState(spec=spec.model_dump(mode="json")), LocalPlaces(OPTIONS, 1), library=lock)
+    run.run()
+    assert set(called) == {("read_data", True), ("load_tokenizer", True), ("write_results", True)}
 
 
 def test_an_exit_is_reversed_exactly(desk: Path) -> None:
