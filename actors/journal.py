@@ -180,7 +180,7 @@ class Journal:
                     new = _changed(old, change, now_s)
                     entries.append(new)
                     number = 0 if new == old else self._write(new)
-                    has_left = State.PAUSED in (old.state, new.state) or new.state.is_terminal
+                    has_left = any(each is State.PAUSED or each.is_terminal for each in (old.state, new.state))
                     if new.spec != old.spec or (has_left and new.state is not old.state):
                         stored.append((number, new))
                 if stored:

@@ -157,14 +157,14 @@ class Roster:
         self._wish(open_ones, State.CANCELLED, now_s, "cancelled by its user", keep=keep)
 
     def resume(self, names: Sequence[str], now_s: float, halts: Mapping[str, dict[str, Any]] = EMPTY) -> None:
-        """Queue paused jobs again, those in `halts` as far as it says; one that was to be paused goes on. Others that
-        have not ended stay as they are."""
+        """Queue again, from their last saves, jobs that are paused, cancelled or failed, those in `halts` as far as it
+        says; one that was to be paused goes on. Others that have not ended stay as they are."""
         changes = []
         for name in names:
             entry = self.entry(name)
-            if entry.state.is_terminal:
-                raise StateError(f"job {name} is {entry.state}: it cannot be resumed.")
-            if entry.state is State.PAUSED:
+            if entry.state is State.FINISHED:
+                raise StateError(f"job {name} is finished: nothing of it is left to do.")
+            if entry.state is State.PAUSED or entry.state.is_terminal:
                 changes.append(Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halts.get(name)))
             elif entry.wish == State.PAUSED:
                 changes.append(Change(name, wish="", reason=""))

@@ -62,7 +62,8 @@ def submit(
         console.print(f"{len(new)} new, {len(names) - len(new)} known already", highlight=False)
         for row in client.status(names):
             if row["name"] not in new and (State(row["state"]).is_terminal or row["state"] == "paused"):
-                hint = "`tlora resume` lets it go on" if row["state"] == "paused" else "another name trains it anew"
+                is_over = row["state"] == "finished"
+                hint = "another name trains it anew" if is_over else "`tlora resume` lets it go on from its last save"
                 console.print(f"{row['name']} is {row['state']} already: {hint}", highlight=False)
         if not (wait or attached):
             return
@@ -158,7 +159,7 @@ def pause(names: Names) -> None:
 
 
 def resume(names: Names) -> None:
-    """Let paused jobs go on."""
+    """Let jobs go on that are paused, cancelled or failed, from their last saves."""
     with quiet():
         from tlora.client import Client
 

@@ -97,7 +97,7 @@ class Client:
         self._call("pause", names)
 
     def resume(self, names: Sequence[str]) -> None:
-        """Let paused jobs go on."""
+        """Let jobs go on that are paused, cancelled or failed, from their last saves."""
         self._call("resume", names)
 
     def cancel(self, names: Sequence[str], *, keep: bool = False) -> None:

@@ -20,7 +20,8 @@ class State(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        return not _LEGAL[self]
+        """Whether nothing more happens to it, unless its user lets it go on."""
+        return self in (State.FINISHED, State.CANCELLED, State.FAILED)
 
 
 _LEGAL: dict[State, frozenset[State]] = {
@@ -31,8 +32,8 @@ _LEGAL: dict[State, frozenset[State]] = {
     State.RUNNING: frozenset({State.PAUSED, State.QUEUED, State.FINISHED, State.CANCELLED, State.FAILED}),
     State.PAUSED: frozenset({State.QUEUED, State.ATTACHING, State.CANCELLED, State.FAILED}),
     State.FINISHED: frozenset(),
-    State.CANCELLED: frozenset(),
-    State.FAILED: frozenset(),
+    State.CANCELLED: frozenset({State.QUEUED}),
+    State.FAILED: frozenset({State.QUEUED}),
 }
 
 

@@ -88,7 +88,7 @@ def test_cancel(desk: Desk, running: FakeWorker, keep: bool, dropped: set[str]) 
     assert desk.states()["a"] == "cancelled"
     desk.roster.cancel(["a"], desk.now_s)
     with pytest.raises(StateError, match="job a is cancelled"):
-        desk.roster.resume(["a"], desk.now_s)
+        desk.roster.pause(["a"], desk.now_s)
 
 
 def test_jobs_without_a_place_are_paused_and_cancelled_at_once(desk: Desk) -> None:
@@ -140,6 +140,28 @@ def test_a_scheduler_that_is_started_again_knows_all(desk: Desk, running: FakeWo
     running.say()
     assert desk.states() == {"a": "running", "b": "paused"}
     assert running.orders.jobs["a"].attempt == 1
+
+
+def test_jobs_that_were_cancelled_or_failed_go_on_if_their_user_says_so(desk: Desk, running: FakeWorker) -> None:
+    attempt = running.orders.jobs["a"].attempt
+    desk.roster.cancel(["b"], desk.now_s)
+    running.say(a=JobReport(attempt, State.FAILED, "no disk"))
+    running.say()
+    assert desk.states() == {"a": "failed", "b": "cancelled"}
+    desk.roster.resume(["a", "b"], desk.now_s)
+    desk.journal.close()
+    (desk.folder / "journal.db").unlink()  # also if the head is lost
+    desk.open()
+    assert [(row["state"], row["reason"]) for row in desk.roster.status()] == [("queued", "")] * 2
+    desk.submit()
+    worker = FakeWorker(desk, "next")
+    worker.say()
+    desk.plan()
+    worker.say()
+    assert worker.orders.jobs["a"].attempt > attempt
+    worker.say(a=JobReport(worker.orders.jobs["a"].attempt, State.FINISHED))
+    with pytest.raises(StateError, match="job a is finished: nothing of it is left to do"):
+        desk.roster.resume(["a"], desk.now_s)
 
 
 def test_what_a_job_had_reached_outlives_the_scheduler(desk: Desk, running: FakeWorker) -> None:

@@ -13,6 +13,7 @@ LEGAL = {
     (State.RUNNING, State.PAUSED), (State.RUNNING, State.QUEUED), (State.RUNNING, State.FINISHED),
     (State.PAUSED, State.QUEUED), (State.PAUSED, State.ATTACHING),
     (State.QUEUED, State.PAUSED), (State.ATTACHING, State.PAUSED), (State.ATTACHING, State.FINISHED),
+    (State.CANCELLED, State.QUEUED), (State.FAILED, State.QUEUED),
     *itertools.product(set(State) - ENDS, {State.CANCELLED, State.FAILED}),
 }  # fmt: skip
 
