@@ -150,10 +150,7 @@ class Scheduler:
         for part in (folder, folder / "best"):
             if (part / "adapter_model.safetensors").exists():
                 return str(part)
-        raise StateError(
-            f"job {name} has written no adapter yet: it does so at its end and its best evaluation. Its last save "
-            f"becomes one by `tlora export {folder} NEW_FOLDER`, for adapter.init_from of another job."
-        )
+        raise StateError(f"job {name} has written no adapter yet: it does so at its end and its best evaluation.")
 
     def workers(self) -> list[dict[str, Any]]:
         """One mapping a worker, for those who watch."""

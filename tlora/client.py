@@ -19,7 +19,7 @@ from typing import Any
 import tlora
 from tlora import local_cluster
 from tlora.cluster import ClusterSpec
-from tlora.errors import ClusterError, TloraError
+from tlora.errors import ClusterError, StateError, TloraError
 from tlora.job import State
 from tlora.local_cluster import address, authenticate
 from tlora.spec import JobSpec, override, parse_job
@@ -105,10 +105,20 @@ class Client:
         self._call("cancel", names, keep)
 
     def fork(self, name: str, new: str, changes: Sequence[str] = ()) -> str:
-        """Submit a job like `name` under a new name, with changes (`dotted.key=value`), from its newest adapter."""
+        """Submit a job like `name` under a new name, with changes (`dotted.key=value`), from its newest adapter: its
+        last, else its best so far, else that of its last save, which is written into the new job's output."""
         (row,) = self.status([name])
-        values = {**self._call("spec", name), "name": new, "output": str(Path(row["output"]).with_name(new))}
-        values["adapter"]["init_from"] = str(self._call("newest_adapter", name))
+        output = Path(row["output"]).with_name(new)
+        values = {**self._call("spec", name), "name": new, "output": str(output)}
+        try:
+            start = self._call("newest_adapter", name)
+        except StateError:
+            from tlora.export import export_last
+
+            start = output / "start"
+            if not start.exists():
+                export_last(Path(row["output"]), start)
+        values["adapter"]["init_from"] = str(start)
         for change in changes:
             override(values, change)
         self.submit([parse_job(values)])
