@@ -6,7 +6,7 @@ Run by the actor of `tlora.actors.sweeps`, a thread a sweep. What happens to can
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +157,8 @@ class ClusterPlaces:
         rows = known_rows(self._call, list(self._here))
         for row in rows:
             if not State(row["state"]).is_terminal:
-                try:
-                    self._call("pause", [row["name"]])
-                except StateError:  # it has ended meanwhile
-                    continue
+                with suppress(StateError):  # it has ended meanwhile
+                    self._call("pause", [row["name"]], "its sweep has stopped")
         while any(State(row["state"]) in (State.ATTACHING, State.RUNNING, State.QUEUED) for row in rows):
             time.sleep(_LOOK_S)
             rows = self._call("status", [row["name"] for row in rows])

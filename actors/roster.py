@@ -27,6 +27,7 @@ from tlora.scheduling import Plan, schedule
 from tlora.spec import JobSpec, differences, parse_job
 
 log = logging.getLogger("tlora")
+BY_USER = "paused by its user"
 _PAUSE_S = 3.0
 _WARM_TICKS = 8
 
@@ -147,9 +148,9 @@ class Roster:
         root, path = (Path(os.path.realpath(each.expanduser())) for each in (self.spec.output_root, folder))
         return path != root and root in path.parents and root / "_tlora" not in (path, *path.parents)
 
-    def pause(self, names: Sequence[str], now_s: float) -> None:
+    def pause(self, names: Sequence[str], now_s: float, reason: str = BY_USER) -> None:
         """Save jobs and take them off their workers. Those that have ended raise StateError, and nothing is changed."""
-        self._wish(names, State.PAUSED, now_s, "paused by its user")
+        self._wish(names, State.PAUSED, now_s, reason)
 
     def cancel(self, names: Sequence[str], now_s: float, *, keep: bool = False) -> None:
         """End jobs; with `keep`, their exact state is saved first. Cancelled ones stay so."""
@@ -171,9 +172,11 @@ class Roster:
         self._change(changes, now_s)
 
     def train(self, spec: JobSpec, halt: dict[str, Any], now_s: float) -> None:
-        """A sweep's candidate is to go on as far as `halt` says, from wherever it is; one that has ended stays so."""
+        """A sweep's candidate is to go on as far as `halt` says, from wherever it is; one that has ended stays so, and
+        one that its user has paused until that user lets it go on."""
         self.submit([spec], now_s, {spec.name: halt})
-        if not self.entry(spec.name).state.is_terminal:
+        entry = self.entry(spec.name)
+        if not entry.state.is_terminal and entry.reason != BY_USER:
             self.resume([spec.name], now_s, {spec.name: halt})
 
     def explain(self, name: str, reason: str, now_s: float) -> None:

@@ -22,7 +22,7 @@ from tlora.actors.messages import Orders, Report, WorkerOptions
 from tlora.actors.metrics import Metrics
 from tlora.actors.names import NAMESPACE, SCHEDULER
 from tlora.actors.register import Register
-from tlora.actors.roster import GroupRecord, Roster, base_key
+from tlora.actors.roster import BY_USER, GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError
 from tlora.job import State
@@ -99,10 +99,10 @@ class Scheduler:
         with self._lock:
             self._roster.explain(name, reason, time.time())
 
-    def pause(self, names: Sequence[str]) -> None:
+    def pause(self, names: Sequence[str], reason: str = BY_USER) -> None:
         jobs = self._want(names, State.PAUSED)
         with self._lock:
-            self._roster.pause(jobs, time.time())
+            self._roster.pause(jobs, time.time(), reason)
 
     def resume(self, names: Sequence[str]) -> None:
         jobs = self._want(names, State.RUNNING)

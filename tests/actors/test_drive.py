@@ -88,5 +88,5 @@ def test_all_are_taken_out_at_the_end(played: Played) -> None:
     there.join(spec, toy.data(), Halt(until=8))
     played.put("a", "running", halts=True)
     assert there.close() == [News("a", State.PAUSED, 3)]
-    assert played.asked[-1] == ("pause", ["a"])
+    assert played.asked[-1] == ("pause", ["a"], "its sweep has stopped")
     assert there.names() == []

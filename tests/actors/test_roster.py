@@ -361,8 +361,14 @@ def test_a_candidate_that_halts_is_paused_until_its_sweep_or_its_user_lets_it_go
     desk.roster.train(spec_of("a"), {"until": 24}, desk.now_s)
     assert desk.roster.entry("a").halt == {"until": 24}
     desk.roster.pause(["a"], desk.now_s)
-    desk.roster.resume(["a"], desk.now_s)  # by its user, who had paused it: it halts where it was to
-    assert desk.roster.entry("a").halt == {"until": 24}
+    roster = desk.roster
+    roster.train(spec_of("a"), {"until": 24}, desk.now_s)  # by a driver that has been started anew
+    assert desk.states()["a"] == "paused"
+    roster.resume(["a"], desk.now_s)  # by its user, who had paused it: it halts where it was to
+    assert roster.entry("a").halt == {"until": 24}
+    roster.pause(["a"], desk.now_s, "its sweep has stopped")
+    roster.train(spec_of("a"), {"until": 24}, desk.now_s)
+    assert desk.states()["a"] == "queued"
 
 
 def test_a_candidate_that_halts_while_it_is_cancelled_is_cancelled(desk: Desk, running: FakeWorker) -> None:
