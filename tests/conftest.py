@@ -1,6 +1,7 @@
 """Triton kernels run in Triton's interpreter where no GPU is asked for; it must be told before they are defined.
 
-Tests of parallel plans share their ranks: starting them takes longer than most of these."""
+Tests of parallel plans share their ranks: starting them takes longer than most of these. Of two processes that share
+the tests, file by file, one takes all that start a cluster: two clusters at once would starve each other."""
 
 import os
 from collections.abc import Iterator
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
 
 if os.environ.get("TLORA_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+CLUSTERS = {"test_chaos", "test_cluster", "test_cluster_sweep", "test_elastic", "test_front_doors"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in CLUSTERS)  # these take longest, so they begin first
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("cluster" if item.path.stem in CLUSTERS else item.path.stem))
 
 
 @pytest.fixture(scope="session")
