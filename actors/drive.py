@@ -19,7 +19,7 @@ from tlora.data import JobData
 from tlora.errors import StateError, TloraError
 from tlora.job import State
 from tlora.spec import JobSpec
-from tlora.sweep import Halt, samples_at
+from tlora.sweep import EarlyExit, Halt, samples_at
 from tlora.sweep_run import News, SweepRun
 from tlora.sweep_spec import SweepSpec, parse_sweep
 from tlora.sweep_state import Status, SweepState
@@ -30,6 +30,8 @@ _LOOK_S = 0.2
 _TELL_S = 1.0
 _EVERYBODY = 10**6
 _OUT = (Status.EXITED, Status.WAITING)
+_TO_ITS_END = Halt(rules=EarlyExit(divergence=None, overfitting=None, halving=None))
+"""A halt that never comes: so that one which rests has been paused by its user."""
 Call = Callable[..., Any]
 """A method of the scheduler by name, and its arguments."""
 
@@ -103,7 +105,7 @@ class ClusterPlaces:
         return _EVERYBODY
 
     def join(self, spec: JobSpec, data: JobData, halt: Halt | None) -> None:
-        self._call("train", spec.model_dump(mode="json"), halt.model_dump(mode="json") if halt else {})
+        self._call("train", spec.model_dump(mode="json"), (halt or _TO_ITS_END).model_dump(mode="json"))
         self._here[spec.name] = spec, len(data.train)
         self._halting.discard(spec.name)
 

@@ -106,7 +106,7 @@ class Register:
 
     def submit(self, spec: SweepSpec, now_s: float) -> bool:
         """Take a sweep in, or go on with it by another budget; whether there was anything to do. Raises SpecError if it
-        is known with other settings."""
+        is known with other settings, StateError if it is cancelled."""
         spec = self.placed(spec)
         values = spec.model_dump(mode="json")
         if spec.name not in self.names():
@@ -116,6 +116,8 @@ class Register:
         refuse_changes(known.spec, spec)
         if known.spec == values:
             return False
+        if known.state is State.CANCELLED:
+            raise StateError(f"sweep {spec.name} is cancelled: it cannot be extended. Submit it under another name.")
         self._wish(spec.name, Wish(values, number=known.number + 1, submitted_s=known.submitted_s))
         return True
 
@@ -126,7 +128,7 @@ class Register:
             raise StateError(f"sweep {name} is cancelled: it cannot become {state}. Submit it under another name.")
         if state is State.PAUSED and row is not None and row.state.is_terminal:
             raise StateError(f"sweep {name} is {row.state}: it cannot become {state}.")
-        if state is not known.state or state is State.RUNNING:
+        if state is not known.state or (state is State.RUNNING and not self.is_open(name)):
             self._wish(name, Wish(known.spec, state, known.number + 1, known.submitted_s))
 
     def status(self, name: str) -> dict[str, Any]:

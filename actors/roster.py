@@ -165,10 +165,13 @@ class Roster:
             entry = self.entry(name)
             if entry.state is State.FINISHED:
                 raise StateError(f"job {name} is finished: nothing of it is left to do.")
+            halt = halts.get(name, {} if entry.state.is_terminal else None)  # its sweep has counted out what has ended
             if entry.state is State.PAUSED or entry.state.is_terminal:
-                changes.append(Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halts.get(name)))
+                changes.append(Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halt))
             elif entry.wish == State.PAUSED:
-                changes.append(Change(name, wish="", reason=""))
+                changes.append(Change(name, wish="", reason="", halt=halt))
+            elif halt:
+                changes.append(Change(name, halt=halt))
         self._change(changes, now_s)
 
     def train(self, spec: JobSpec, halt: dict[str, Any], now_s: float) -> None:
@@ -296,9 +299,9 @@ class Roster:
                 self._view.progress(entry, told, now_s)
                 if told.state.is_terminal:
                     changes.append(Change(name, state=told.state, reason=told.reason, place="", wish=""))
-                elif told.state is State.PAUSED:  # it halts, as its sweep wished
-                    state = self._let_go(entry).state if entry.wish in (State.CANCELLED, "dropped") else State.PAUSED
-                    changes.append(Change(name, state=state, reason=told.reason, place="", wish="", halt={}))
+                elif told.state is State.PAUSED:  # it halts, as its sweep wished; a wish of its user's goes before that
+                    halts = Change(name, state=State.PAUSED, reason=told.reason, place="", wish="", halt={})
+                    changes.append(halts if entry.wish in ("", "moved") else self._let_go(entry))
                 elif told.state is State.RUNNING and entry.state is State.ATTACHING:
                     changes.append(Change(name, state=State.RUNNING))
             elif entry.wish and seen.orders and name not in seen.orders.jobs and report.applied >= seen.orders.number:
@@ -420,9 +423,8 @@ class Roster:
     def forget_group(self, name: str, now_s: float) -> None:
         """Its workers are gone with it, and jobs that they still had wait again."""
         self.groups.pop(name, None)
-        busy = {entry.place for entry in self.jobs.values()}
         for worker in [worker for worker, seen in self.workers.items() if seen.report.group == name]:
-            if worker in busy:
+            if self.jobs_at(worker):
                 self._lose(worker, "its group has ended", now_s)
             else:
                 del self.workers[worker]

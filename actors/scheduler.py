@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tlora.actors.journal import Journal
 from tlora.actors.messages import Orders, Report, WorkerOptions
 from tlora.actors.metrics import Metrics
 from tlora.actors.names import NAMESPACE, SCHEDULER
-from tlora.actors.register import Register
+from tlora.actors.register import Foretold, Register
 from tlora.actors.roster import BY_USER, GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError
@@ -192,12 +192,14 @@ class Scheduler:
     # --- the plan
 
     def _run(self) -> None:
-        if any(map(self._sweeps.is_open, self._sweeps.names())):  # of a cluster before this one
-            self._drive()
+        are_driven = False
         while not self._is_closed:
             try:
                 self._adopt()
                 self._round()
+                if not are_driven and any(map(self._sweeps.is_open, self._sweeps.names())):
+                    self._drive()  # sweeps of a cluster before this one
+                are_driven = True
             except Exception:  # of one round: the next sees the same state again
                 log.exception("a round of planning failed")
             time.sleep(_PLAN_S)
@@ -228,9 +230,7 @@ class Scheduler:
         if time.monotonic() - self._flushed_s > _FLUSH_S:
             self._roster.journal.flush()
             self._flushed_s = time.monotonic()
-        foretold = self._roster.foretold
-        if time.monotonic() - self._foretold_s > _FORETELL_S:
-            self._foretold_s, foretold = time.monotonic(), self._sweeps.ahead()
+        foretold = self._foretell()
         with self._lock:
             if self._is_closed:
                 return
@@ -257,6 +257,16 @@ class Scheduler:
         for base, size in plan.starts.items():
             if not self._unadopted and time.monotonic() >= self._not_before_s.get(base, 0.0):
                 self._start(base, size)
+
+    def _foretell(self) -> Mapping[str, Foretold]:
+        """What sweeps expect of their candidates; what they said last, while their files are away."""
+        if time.monotonic() - self._foretold_s > _FORETELL_S:
+            self._foretold_s = time.monotonic()
+            try:
+                return self._sweeps.ahead()
+            except OSError as error:
+                log.warning("what sweeps expect cannot be read: %s", error)
+        return self._roster.foretold
 
     def _silent_groups(self) -> list[str]:
         """Groups of which no worker has been heard, and which are not being started: their controllers are asked."""

@@ -36,12 +36,16 @@ class Sweeps:
 
     def _look(self) -> None:
         while True:
-            for name in self._register.names():
-                is_driven = name in self._threads and self._threads[name].is_alive()
-                if not is_driven and self._register.is_open(name):
-                    thread = threading.Thread(target=self._drive, args=(name,), daemon=True, name=f"tlora-{name}")
-                    self._threads[name] = thread
-                    thread.start()
+            try:
+                for name in self._register.names():
+                    is_driven = name in self._threads and self._threads[name].is_alive()
+                    if not is_driven and self._register.is_open(name):
+                        thread = threading.Thread(target=self._drive, args=(name,), daemon=True, name=f"tlora-{name}")
+                        self._threads[name] = thread
+                        thread.start()
+            except OSError as error:  # their files are away
+                log.warning("the register of sweeps cannot be read: %s", error)
+                time.sleep(_AGAIN_S)
             time.sleep(_LOOK_S)
 
     def _drive(self, name: str) -> None:

@@ -30,7 +30,6 @@ from tlora.planner import place
 from tlora.resident import longest_rows
 from tlora.spec import JobSpec, parse_job
 from tlora.supermodel import SuperModel
-from tlora.sweep import Halt
 from tlora.trainer import Trainer, TrainerOptions
 
 log = logging.getLogger("tlora")
@@ -180,14 +179,16 @@ class Member(Worker):
         jobs = {name: ended for name, ended in self._ended.items() if name in self._led or ended.state is State.FAILED}
         ready = set()
         for name, reading in list(self._reading.items()):
-            if not reading.data.done():
+            if not reading.data.done() or time.monotonic() < reading.again_s:
                 continue
             error = reading.data.exception()
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and self._may_wait(name, reading, error):
+                reading.data = self._read_data(reading.spec)
+            elif isinstance(error, Exception):
                 del self._reading[name]
                 self._end(name, reading.order.attempt, error)
                 jobs[name] = self._ended[name]
-            elif name not in here and time.monotonic() >= reading.again_s:
+            elif name not in here:
                 ready.add((name, reading.order.attempt, reading.lanes))
         for name, reading in self._reading.items():
             if self._is_lead(reading.lanes):
@@ -301,9 +302,22 @@ class Member(Worker):
         except TloraError as error:
             self._end(name, order.attempt, error)
             return
+        until_s = time.monotonic() + self.options.patience_s
+        self._reading[name] = _Reading(order, spec, lanes, self._read_data(spec), until_s)
+
+    def _read_data(self, spec: JobSpec) -> "Future[JobData]":
         assert self._trainer is not None
-        data = self._readers.submit(self._library.read, spec, self._trainer.supermodel.outline, self._tokenizer)
-        self._reading[name] = _Reading(order, spec, lanes, data, time.monotonic() + self.options.patience_s)
+        return self._readers.submit(self._library.read, spec, self._trainer.supermodel.outline, self._tokenizer)
+
+    def _may_wait(self, name: str, reading: _Reading, error: Exception) -> bool:
+        """Whether what failed is tried again, a little later."""
+        now_s = time.monotonic()
+        if not may_pass(error, now_s < reading.until_s):
+            return False
+        if not reading.again_s:
+            log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
+        reading.again_s = now_s + AGAIN_S
+        return True
 
     def _take_in(self, trainer: GroupTrainer, words: list[Word]) -> None:
         for name, reading in sorted(self._reading.items()):
@@ -317,8 +331,7 @@ class Member(Worker):
             longest = longest_rows(data, trainer.supermodel.deterministic)
             trainer.token_budget = max(trainer.token_budget, 2 * longest)
         self._attempts[name] = reading.order.attempt
-        if reading.order.halt:
-            self._halts.by_name[name] = Halt.model_validate(reading.order.halt)
+        self._watch(name, reading.order)
         (self._led.add if self._is_lead(reading.lanes) else self._led.discard)(name)
         try:
             trainer.attach(
@@ -327,11 +340,7 @@ class Member(Worker):
         except GroupError:
             raise
         except (TloraError, OSError, RuntimeError) as error:
-            now_s = time.monotonic()
-            if may_pass(error, now_s < reading.until_s):
-                if not reading.again_s:
-                    log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
-                reading.again_s = now_s + AGAIN_S
+            if self._may_wait(name, reading, error):
                 return
             self._attempts.pop(name, None)
             self._end(name, reading.order.attempt, error)

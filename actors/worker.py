@@ -187,6 +187,12 @@ class Worker:
             self._deal_by(self._trainer, orders)
         return not self._coming and not leaving
 
+    def _watch(self, name: str, order: Order) -> None:
+        """Where a job is to halt, if it is; not where an earlier order said."""
+        self._halts.drop(name)
+        if order.halt:
+            self._halts.by_name[name] = Halt.model_validate(order.halt)
+
     def _halt(self) -> None:
         """Candidates of sweeps that have come as far as they were to leave, saved, before the next tick."""
         if self._trainer is None:
@@ -295,8 +301,7 @@ class Worker:
                 longest = longest_rows(job.data, job.per_sequence)
                 trainer.token_budget = max(trainer.token_budget, 2 * longest)
             self._attempts[name], self._saved_s[name] = coming.order.attempt, time.monotonic()
-            if coming.order.halt:
-                self._halts.by_name[name] = Halt.model_validate(coming.order.halt)
+            self._watch(name, coming.order)
             trainer.admit(job)
         except (TloraError, OSError, RuntimeError) as error:  # out of memory is one of the last
             now_s = time.monotonic()

@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -373,6 +374,18 @@ def with_full_disk(run: Run, folder: Path, mix: Sequence[Visit], name: str, at: 
         trainer._save_state = lambda job, state: no_space() if job.name == name else save(job, state)
 
     return _reasons(run, folder, mix, name, at, fill)
+
+
+class Late(Future[None]):
+    """A file that is still being written until it is waited for, and then could not be."""
+
+    def result(self, timeout: float | None = None) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def with_late_failures(run: Run, folder: Path, mix: Sequence[Visit], name: str, at: int) -> list[str]:
+    """`train`, but that the lead of one job finds, amid a step, that earlier files of it could not be written."""
+    return _reasons(run, folder, mix, name, at, lambda trainer: trainer.jobs[name].files.extend([Late()] * 3))
 
 
 def only_on_lead(run: Run, folder: Path, mix: Sequence[Visit], name: str) -> list[str]:

@@ -64,7 +64,7 @@ class Desk:
 
 def play(plan: Plan, folder: Path, scene: Scene, save_every_s: float = 300.0) -> dict[str, JobReport]:
     """One rank's part, until the scene's end; on the first, what was last said of each job."""
-    unit._TALK_S = 0.02
+    unit._TALK_S = unit.AGAIN_S = 0.02
     given = WorkerOptions(group="g", base=toy.named_job(folder, "a").base.model_dump(), plan=plan, device="cpu")
     given = replace(given, base={**given.base, "dtype": "float64"}, save_every_s=save_every_s)
     member = Member(given, 0, "node", Mesh(plan, timeout_s=60.0))
@@ -123,12 +123,15 @@ def one_fails_where_its_data_are_not(desk: Desk) -> Iterator[Callable[[], Any]]:
 
 
 def without_data(plan: Plan, folder: Path, rank: int) -> dict[str, JobReport]:
-    """`one_fails_…`, on ranks of which one cannot read the data of the job `bad`."""
-    read = local.read_data
+    """`one_fails_…`, on ranks of which one cannot read the data of the job `bad`, and none those of `good` at first."""
+    read, tries = local.read_data, list[int]()
 
     def refuse(spec: JobSpec, *arguments: Any) -> JobData:
         if spec.name == "bad" and unit.dist.get_rank() == rank:
             raise DataError("job bad: no such file here")
+        if spec.name == "good" and not tries:
+            tries.append(1)
+            raise OSError(5, "Input/output error")
         return read(spec, *arguments)
 
     local.read_data = refuse

@@ -199,7 +199,7 @@ class GroupTrainer(Trainer):
         """Of a job on several ranks, its lead alone could say: they wait for it."""
         if len(self._held[job.name].ranks) == 1:
             return super()._is_behind(job)
-        job.settle_files(most=IN_FLIGHT)
+        self._led(job, partial(job.settle_files, most=IN_FLIGHT))
         return False
 
     def _save(self, job: ResidentJob) -> None:

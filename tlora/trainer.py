@@ -40,7 +40,6 @@ from tlora.tracking import Tracker
 
 log = logging.getLogger("tlora")
 _FAULTS = (TloraError, OSError, SafetensorError, ArithmeticError, RuntimeError)
-"""Copies of a job that wait to be written, before one more is made."""
 Bid = tuple[ResidentJob, Claim, int]
 """A job, what it asked for, and how many sequences it is to send."""
 
@@ -233,8 +232,7 @@ class Trainer:
         nobody waits for a storage that is slow or away."""
         job = self.jobs[name]
         assert job.is_settled
-        if not self._is_behind(job):
-            self._guard(job, partial(self._save, job))
+        self._guard(job, partial(self._save_in_turn, job))
 
     def replay(self) -> None:
         """After a tick that was broken off: every step in flight begins anew, as if nothing of it had been sent. Raises
@@ -283,13 +281,11 @@ class Trainer:
 
     def _send(self, items: list[Item], phase: Phase) -> None:
         batch = self._pack(items, phase)
-        training = phase is Phase.TRAINING
-        self._note(
-            items,
-            self.supermodel.train(batch)
-            if training
-            else self.supermodel.evaluate(batch, with_wrong=self._counts_wrong(items)),
-        )
+        if phase is Phase.TRAINING:
+            losses = self.supermodel.train(batch)
+        else:
+            losses = self.supermodel.evaluate(batch, with_wrong=self._counts_wrong(items))
+        self._note(items, losses)
 
     def _counts_wrong(self, items: list[Item]) -> bool:
         slots = {item.slot for item in items}
@@ -382,16 +378,19 @@ class Trainer:
         job.tracker.write(row)
         if objective < job.best_loss:
             job.best_loss = objective
-            job.settle_files(most=IN_FLIGHT)
             self._export(job, BEST)
         self._settle(job)
 
     def _settle(self, job: ResidentJob) -> None:
         """After a step and its evaluation: save when due, end when done, else lay out the next step."""
         job.phase = Phase.TRAINING
-        if job.is_due(job.spec.save_every) and (job.is_done or not self._is_behind(job)):
-            self._save(job)
+        if job.is_due(job.spec.save_every):
+            self._save_in_turn(job)
         self._go_on(job)
+
+    def _save_in_turn(self, job: ResidentJob) -> None:
+        if job.is_done or not self._is_behind(job):
+            self._save(job)
 
     def _is_behind(self, job: ResidentJob) -> bool:
         return job.is_behind()
@@ -458,6 +457,8 @@ class Trainer:
 
     def _write_adapter(self, job: ResidentJob, state: AdapterState, part: str) -> None:
         folder, trained = job.spec.folder / part, job.spec.optim.lr > 0.0 and job.step > 1
+        if part:  # one of many: no copy is made while too many wait
+            job.settle_files(most=IN_FLIGHT)
 
         def write(state: AdapterState) -> None:
             export_peft(state, folder, job.spec.base, self.supermodel.outline.linears, trained=trained)

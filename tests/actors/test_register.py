@@ -36,11 +36,15 @@ def test_a_sweep_is_wished_for_answered_paused_and_goes_on(tmp_path: Path) -> No
     book.tell("s", Row(3, State.FINISHED))
     with pytest.raises(StateError, match="sweep s is finished: it cannot become paused"):
         book.want("s", State.PAUSED)
-    book.want("s", State.RUNNING)
-    assert book.is_open("s")
+    for _ in range(2):  # one that goes on is not begun anew
+        book.want("s", State.RUNNING)
+        assert book.is_open("s")
+        assert book.wish("s").number == 4
     book.want("s", State.CANCELLED)
     with pytest.raises(StateError, match="sweep s is cancelled: it cannot become running"):
         book.want("s", State.RUNNING)
+    with pytest.raises(StateError, match="sweep s is cancelled: it cannot be extended"):
+        book.submit(sweep(budget={"configurations": 2}), 9.0)
 
 
 def test_what_is_expected_of_candidates_is_known_until_they_end(tmp_path: Path) -> None:

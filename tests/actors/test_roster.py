@@ -371,12 +371,17 @@ def test_a_candidate_that_halts_is_paused_until_its_sweep_or_its_user_lets_it_go
     assert desk.states()["a"] == "queued"
 
 
-def test_a_candidate_that_halts_while_it_is_cancelled_is_cancelled(desk: Desk, running: FakeWorker) -> None:
+def test_what_a_user_wishes_of_a_candidate_goes_before_its_halt(desk: Desk, running: FakeWorker) -> None:
+    desk.roster.train(spec_of("b"), {"until": 8}, desk.now_s)
     desk.roster.cancel(["a"], desk.now_s, keep=True)
     desk.roster.pause(["b"], desk.now_s)
     orders = {name: JobReport(1, State.PAUSED, "waits") for name in ("a", "b")}
     running.say(**orders)
-    assert desk.states() == {"a": "cancelled", "b": "paused"}
+    rows = [(row["state"], row["reason"], row["halts"]) for row in desk.roster.status()]
+    assert rows == [("cancelled", "cancelled by its user", False), ("paused", "paused by its user", True)]
+    desk.roster.cancel(["b"], desk.now_s)
+    desk.roster.resume(["b"], desk.now_s)  # without its sweep, which has counted it out
+    assert not desk.roster.entry("b").halt
 
 
 def test_candidates_are_ranked_by_what_is_expected_of_them(desk: Desk) -> None:

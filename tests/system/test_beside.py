@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,23 @@ def test_a_save_that_fails_later_ends_that_job_with_its_reason(
     assert other.record.state == "finished"
     work.attach(job.spec, toy.data(), resume=True)
     assert "a" in work.jobs
+
+
+def test_a_save_by_the_clock_that_finds_an_earlier_one_failed_ends_that_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(trainer, "save_state", full)
+    work = worker()
+    job = work.attach(toy.job(tmp_path, "a", steps=8), toy.data())
+    work.save("a")
+    wait(job.files)
+    work.save("a")
+    until(work, lambda: job.record.state == "failed")
+    assert "No space left" in job.record.reason
+    work.close()
 
 
 def test_files_that_cannot_be_written_for_a_while_hold_nobody_up(

@@ -4,6 +4,7 @@ gone is found out in time, and a job that fails on several ranks fails alone."""
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import group_work
 import pytest
@@ -170,15 +171,24 @@ def planned(run: Run) -> RankMemory:
     return EstimatedCosts(outline=outline, layouts=[], machine=machine, rows=1, dtype=run.dtype).memory(run.plan)
 
 
-@pytest.mark.parametrize("plan", [Plan(replicas=2), Plan(shards=2), Plan(tensor=2)], ids=str)
-def test_a_full_disk_ends_a_job_on_all_its_ranks(plan: Plan, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "work"),
+    [
+        (Plan(replicas=2), group_work.with_full_disk),
+        (Plan(shards=2), group_work.with_full_disk),
+        (Plan(tensor=2), group_work.with_full_disk),
+        (Plan(replicas=2), group_work.with_late_failures),
+    ],
+    ids=["replicas", "shards", "tensor", "late"],
+)
+def test_a_full_disk_ends_a_job_on_all_its_ranks(plan: Plan, work: Any, ranks: Ranks, tmp_path: Path) -> None:
     """Its lead alone could not write; the neighbours' steps go on, and their vectors are those they have alone."""
     lanes = tuple(range(plan.lanes))
     mix = [
         Visit("full", lanes, {**CHANGES, "steps": 9, "save_every": 1}, {"count": 12}),
         Visit("beside", lanes, {**CHANGES, "steps": 6}, {"count": 9, "seed": 1}),
     ]
-    failed = ranks.run(2, group_work.with_full_disk, Run(plan=plan), tmp_path, mix, "full", 2)
+    failed = ranks.run(2, work, Run(plan=plan), tmp_path, mix, "full", 2)
     assert all("No space left on device" in reason for (reason,) in failed)
     _equal(tmp_path, mix[1])
 
