@@ -31,7 +31,7 @@ def test_jobs_that_come_and_go_end_as_alone(plan: Plan, ranks: Ranks, folder: Pa
     seen, _ = ranks.run(2, unit_scenes.play, plan, folder, unit_scenes.come_and_go)
     for name in ("first", "second", "third"):
         assert seen[name].state is State.FINISHED
-        assert off(folder, name, steps=14) < 1e-8
+        assert off(folder, name, steps=unit_scenes.COME_AND_GO[name]) < 1e-8
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

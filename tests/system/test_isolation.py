@@ -139,8 +139,8 @@ def test_an_evaluation_that_is_not_finite_ends_that_job(tmp_path: Path, monkeypa
     good = work.attach(toy.job(tmp_path, "good", eval_every=2), toy.data(held_out=2))
     evaluate = model.evaluate
 
-    def with_nan(batch: Batch) -> torch.Tensor:
-        losses = evaluate(batch)
+    def with_nan(batch: Batch, **options: bool) -> torch.Tensor:
+        losses = evaluate(batch, **options)
         losses[[item.slot == bad.slot for item in batch.items]] = float("nan")
         return losses
 
