@@ -165,7 +165,9 @@ class Roster:
             entry = self.entry(name)
             if entry.state is State.FINISHED:
                 raise StateError(f"job {name} is finished: nothing of it is left to do.")
-            halt = halts.get(name, {} if entry.state.is_terminal else None)  # its sweep has counted out what has ended
+            halt = halts.get(name)
+            if halt is None and entry.state.is_terminal:  # its sweep has counted it out
+                halt = {}
             if entry.state is State.PAUSED or entry.state.is_terminal:
                 changes.append(Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halt))
             elif entry.wish == State.PAUSED:

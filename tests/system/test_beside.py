@@ -113,13 +113,17 @@ def test_a_save_that_fails_later_ends_that_job_with_its_reason(
 def test_a_save_by_the_clock_that_finds_an_earlier_one_failed_ends_that_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    is_handed_over = threading.Event()
+
     def full(*_: Any) -> None:
+        assert is_handed_over.wait(60)
         raise OSError("No space left on device")
 
     monkeypatch.setattr(trainer, "save_state", full)
     work = worker()
     job = work.attach(toy.job(tmp_path, "a", steps=8), toy.data())
     work.save("a")
+    is_handed_over.set()
     wait(job.files)
     work.save("a")
     until(work, lambda: job.record.state == "failed")
