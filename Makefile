@@ -18,7 +18,7 @@ demo: setup
 
 # Two at a time; tests/conftest.py says which are kept together.
 test: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --durations 15
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 lint: setup
 	.venv/bin/ruff check .

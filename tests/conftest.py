@@ -5,7 +5,8 @@ the tests, file by file, one takes all that start a cluster: two clusters at onc
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,11 +20,20 @@ if os.environ.get("TLORA_TEST_DEVICE", "cpu") == "cpu":
 CLUSTERS = {"test_chaos", "test_cluster", "test_cluster_sweep", "test_elastic", "test_front_doors"}
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in CLUSTERS)  # these take longest, so they begin first
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("cluster" if item.path.stem in CLUSTERS else item.path.stem))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            stem = Path(nodeid.partition("::")[0]).stem
+            return "cluster" if stem in CLUSTERS else stem
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
