@@ -9,15 +9,12 @@ import argparse
 import json
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from tlora.actors.names import NAMESPACE
+from benchmarks import private_ray
 from tlora.actors.scheduler import connect
 from tlora.client import Client
 from tlora.cluster import ClusterSpec
@@ -30,15 +27,8 @@ def main() -> None:
     parser.add_argument("base", type=Path)
     parser.add_argument("--jobs", type=int, default=2000)
     arguments = parser.parse_args()
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    with tempfile.TemporaryDirectory(prefix="tl") as folder:
-        environment = {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
-        ray.init(address="local", num_cpus=8, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
-                 _temp_dir=folder, runtime_env={"env_vars": environment})  # fmt: skip
-        try:
-            measure(Path(folder), arguments.base.absolute(), arguments.jobs)
-        finally:
-            ray.shutdown()
+    with private_ray.started(num_cpus=8) as folder:
+        measure(folder, arguments.base.absolute(), arguments.jobs)
 
 
 def measure(folder: Path, base: Path, count: int) -> None:

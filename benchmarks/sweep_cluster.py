@@ -9,19 +9,14 @@ right after it: wants a machine that nothing else uses. Rows go to results/sweep
 
 import argparse
 import json
-import os
 import random
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from benchmarks import results
-from tlora.actors.names import NAMESPACE
+from benchmarks import private_ray, results
 from tlora.actors.scheduler import connect
 from tlora.base import Outline
 from tlora.capacity import Capacity, Load
@@ -51,16 +46,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--rows", type=int, default=240)
     arguments = parser.parse_args()
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    with tempfile.TemporaryDirectory(prefix="tl") as folder:
-        environment = {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
-        ray.init(address="local", num_cpus=8, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
-                 _temp_dir=folder, runtime_env={"env_vars": environment})  # fmt: skip
-        try:
-            measured = Bench(Path(folder), arguments).run()
-        finally:
-            ray.shutdown()
-        report(arguments, *measured)
+    with private_ray.started(num_cpus=8) as folder:
+        measured = Bench(folder, arguments).run()
+    report(arguments, *measured)
 
 
 class Bench:
