@@ -40,13 +40,16 @@ MIXES: dict[str, Mix] = {
     "one": [(16, 4, 0.5, 1.0, 0.0)],
     "two-alike": [(16, 2, 0.5, 0.5, 0.0), (16, 2, 0.5, 0.5, 0.0)],
     "small-and-large": [(16, 8, 1.0, 0.7, 0.0), (8, 1, 0.25, 0.3, 0.0)],
-    "four-small": [(2, 1, 0.25, 0.25, 0.0), (4, 1, 0.25, 0.25, 0.0), (8, 2, 0.25, 0.25, 0.0), (16, 1, 0.5, 0.25, 0.0)],
-    "arrivals": [(16, 4, 0.5, 0.4, 0.0), (4, 1, 0.25, 0.2, 0.1), (8, 2, 0.5, 0.2, 0.2), (2, 1, 0.5, 0.2, 0.3)],
+    "four-small": [
+        (2, 1, 0.25, 0.18, 0.0), (4, 1, 0.25, 0.22, 0.0), (8, 2, 0.25, 0.27, 0.0), (16, 1, 0.5, 0.33, 0.0),
+    ],
+    "arrivals": [(16, 4, 0.5, 0.5, 0.0), (4, 1, 0.25, 0.1, 0.15), (8, 2, 0.5, 0.15, 0.2), (2, 1, 0.5, 0.25, 0.3)],
     "eight-mixed": [
-        (2, 1, 0.25, 0.1, 0.0), (4, 2, 0.25, 0.1, 0.0), (8, 4, 0.25, 0.1, 0.0), (16, 8, 0.25, 0.1, 0.0),
-        (2, 1, 1.0, 0.15, 0.0), (4, 2, 1.0, 0.15, 0.0), (8, 1, 0.5, 0.15, 0.0), (16, 4, 0.5, 0.15, 0.0),
+        (2, 1, 0.25, 0.06, 0.0), (4, 2, 0.25, 0.08, 0.0), (8, 4, 0.25, 0.1, 0.0), (16, 8, 0.25, 0.12, 0.0),
+        (2, 1, 1.0, 0.14, 0.0), (4, 2, 1.0, 0.18, 0.0), (8, 1, 0.5, 0.15, 0.0), (16, 4, 0.5, 0.17, 0.0),
     ],
 }  # fmt: skip
+"""Whose turn it is hangs nowhere on some percent: who of two equal jobs goes first is anybody's guess."""
 GOAL = 10.0
 
 
@@ -56,6 +59,8 @@ class Bench:
     def __init__(self, base: str):
         self.base = base
         self.longest = 256 if base == "toy" else 2048
+        if not torch.cuda.is_available():
+            torch.set_num_threads(1)  # threads that wait for each other take the process's time too
         lengths = [self.longest >> by for by in range(5, -1, -1)]
         self.model = SuperModel(_fresh(base), BaseSpec(model=base))
         self.clock = time.perf_counter if self.model.device.type == "cuda" else time.process_time
@@ -122,7 +127,9 @@ class Live:
         while len(self.ended) < len(self.jobs):
             now_s = self.bench.clock() - self.began_s
             if self.coming and self.coming[0].submitted_s <= now_s:
-                self.submit(self.coming.pop(0), now_s)
+                while self.coming and self.coming[0].submitted_s <= now_s:
+                    self.submit(self.coming.pop(0), now_s)
+                self.plan(now_s)
             elif self.trainer.jobs:
                 for job in self.trainer.tick().ended:
                     self.end(job.name)
@@ -135,7 +142,6 @@ class Live:
     def submit(self, job: TraceJob, now_s: float) -> None:
         steps = float(self.steps(job))
         self.state.submit(Job(job.name, job.base, now_s, job.load, remaining=steps))
-        self.plan(now_s)
 
     def steps(self, job: TraceJob) -> int:
         return round(job.duration_s / self.bench.model_of.alone_s(job.load))

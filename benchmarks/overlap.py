@@ -83,7 +83,10 @@ def measure(where: Place, name: str, plan: Plan, shape: str, sizes: Sequence[int
                 batch=plan.lanes, length=tokens // len(RANKS), vocab=config.vocab_size,
             )  # fmt: skip
         traced: dict[int, str] = {}
+        began_s = time.perf_counter()
         settled = group.settle(trainers["real"])
+        if where.rank == 0:
+            print(f"{name}/{tokens}: settled after {settled} ticks, {time.perf_counter() - began_s:.0f} s", flush=True)
         samples = in_rounds(trainers, rounds, ticks)
         own = trainers["real"].num_slices
         if where.device.type == "cuda":
@@ -91,7 +94,7 @@ def measure(where: Place, name: str, plan: Plan, shape: str, sizes: Sequence[int
         for trainer in trainers.values():
             group.clear(trainer)
         if where.rank == 0:
-            print(f"{name}/{tokens}: the controller chose {own}, settled after {settled} ticks", flush=True)
+            print(f"{name}/{tokens}: the controller chose {own}", flush=True)
             for count, text in traced.items():
                 print(f"{name}/{tokens}: a tick of {count or own} slices: {text}", flush=True)
             group.keep("overlap", plan.ranks, rows_of(f"{name}/{tokens}", f"{shape}, {plan.ranks} ranks", samples))

@@ -236,7 +236,7 @@ def _wide(
 
     def library() -> None:
         expand()
-        y.addmm_(x, weight if backward else weight.T)
+        reference.add_wide(y, x, weight if backward else weight.T)
 
     size = min(8192, max(256, triton.next_power_of_2(T)))
     key = f"{'backward' if backward else 'forward'} {x.dtype} {size}x{x.shape[1]}->{N} {spans}"

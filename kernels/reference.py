@@ -74,22 +74,36 @@ def gated_backward(d: torch.Tensor, y: torch.Tensor, act: str) -> torch.Tensor:
     return torch.cat([slope(d * up, gate), d * ACTS[act](gate)], -1)
 
 
-def product(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, rows: RowTable) -> torch.Tensor:
-    """X Wᵀ + b. In deterministic mode block by block: a product's bits depend on how many rows it has."""
-    if not rows.per_sequence:
-        return F.linear(x_TK, weight_NK, bias_N)
-    return torch.cat([F.linear(x, weight_NK, bias_N) for x in x_TK.split(rows.blocks)])
+def _biases(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    return x_TK.new_zeros(len(x_TK), len(weight_NK)) if bias_N is None else bias_N.repeat(len(x_TK), 1)
+
+
+def add_wide(y_TN: torch.Tensor, x_TK: torch.Tensor, weight_KN: torch.Tensor) -> None:
+    """Y += X W, rounded once. A young adapter adds less than half a unit in the last place of a half-precision X W:
+    after a rounding of that nearly all of it would be lost, before it hardly any is. CUDA's `addmm_` rounds first."""
+    if y_TN.is_cuda and y_TN.itemsize == 2:
+        y_TN.copy_(torch.mm(x_TK, weight_KN, out_dtype=torch.float32).add_(y_TN))
+    else:
+        y_TN.addmm_(x_TK, weight_KN)
+
+
+def _add_wide(y_TN: torch.Tensor, x_TK: torch.Tensor, weight_KN: torch.Tensor, rows: RowTable) -> None:
+    """In deterministic mode block by block: a product's bits depend on how many rows it has."""
+    blocks = rows.blocks if rows.per_sequence else [len(x_TK)]
+    for y, x in zip(y_TN.split(blocks), x_TK.split(blocks), strict=True):
+        add_wide(y, x, weight_KN)
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, weight_NK, bias_N, rows, adapters):  # type: ignore[no-untyped-def]
-        y_TN = product(x_TK, weight_NK, bias_N, rows)
+        y_TN = _biases(x_TK, weight_NK, bias_N)
         lows = []
         for piece, site, span in _adapted(rows, adapters):
             s_TR = _dropped(x_TK[piece.span], piece, site, rows) @ site.a_RK.T
             y_TN[piece.span, span].addmm_(s_TR, site.b_NR.T, alpha=site.scale)
             lows.append(s_TR)
+        _add_wide(y_TN, x_TK, weight_NK.T, rows)
         ctx.save_for_backward(x_TK, weight_NK, *lows)
         ctx.rows, ctx.adapters = rows, adapters
         return y_TN
@@ -99,13 +113,14 @@ class _LoraLinear(torch.autograd.Function):
         x_TK, weight_NK, *lows = ctx.saved_tensors
         rows: RowTable = ctx.rows
         dy_TN = dy_TN.contiguous()
-        dx_TK = product(dy_TN, weight_NK.T, None, rows)
+        dx_TK = torch.zeros_like(x_TK)
         for (piece, site, span), s_TR in zip(_adapted(rows, ctx.adapters), lows, strict=True):
             dy = dy_TN[piece.span, span]
             ds_TR = (dy @ site.b_NR).mul_(site.scale)
             add_product(site.grad_b_NR, dy, s_TR, site.scale)
             add_product(site.grad_a_RK, ds_TR, _dropped(x_TK[piece.span], piece, site, rows))
             dx_TK[piece.span] += _dropped(ds_TR @ site.a_RK, piece, site, rows)
+        _add_wide(dx_TK, dy_TN, weight_NK, rows)
         return dx_TK, None, None, None, None
 
 
@@ -219,21 +234,25 @@ def by_blocks(
     for block in blocks:
         at = loss.rows_M[block.span]
         h = hidden_TH[at]
-        raw = F.linear(h, weight_VH, bias_V)
         site = sites.get(block.slot)
-        if site is not None:
+        if site is None:
+            raw = F.linear(h, weight_VH, bias_V)
+        else:
             x = dropped(h, site, block.step, rows.tables.counters_T[at], rows.training)
             low = x @ site.a_RK.T
-            raw.addmm_(low, site.b_NR.T, alpha=site.scale)
+            raw = _biases(h, weight_VH, bias_V).addmm_(low, site.b_NR.T, alpha=site.scale)
+            add_wide(raw, h, weight_VH.T)
         losses_M[block.span] = rows_loss(raw, loss.targets_M[block.span], loss.weights_M[block.span])
         if d_hidden_TH is not None:
             d_raw = raw  # overwritten by its gradient
-            dh = d_raw @ weight_VH
-            if site is not None:
+            if site is None:
+                dh = d_raw @ weight_VH
+            else:
                 d_low = (d_raw @ site.b_NR).mul_(site.scale)
                 add_product(site.grad_b_NR, d_raw, low, site.scale)
                 add_product(site.grad_a_RK, d_low, x)
-                dh += dropped(d_low @ site.a_RK, site, block.step, rows.tables.counters_T[at], rows.training)
+                dh = dropped(d_low @ site.a_RK, site, block.step, rows.tables.counters_T[at], rows.training)
+                add_wide(dh, d_raw, weight_VH)
             d_hidden_TH[at] = dh
             del d_raw
         del raw  # or the next block's logits would be made beside these

@@ -48,10 +48,16 @@ def config(**changes: object) -> LlamaConfig:
 
 
 def super_model(
-    dtype: torch.dtype = torch.float32, *, model: PretrainedConfig | None = None, **options: bool
+    dtype: torch.dtype = torch.float32,
+    *,
+    model: PretrainedConfig | None = None,
+    rounded_to: torch.dtype = torch.float32,
+    **options: bool,
 ) -> SuperModel:
+    """`rounded_to`: a model of that precision has the same weights."""
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(deepcopy(model) or config(), dtype=torch.float32).to(DEVICE, dtype)
+    base = AutoModelForCausalLM.from_config(deepcopy(model) or config(), dtype=torch.float32)
+    base = base.to(DEVICE, rounded_to).to(dtype)
     return SuperModel(base, BaseSpec(model="toy"), **options)
 
 

@@ -378,7 +378,8 @@ def _fit_time(ticks: Sequence[Tick]) -> tuple[Curve, float, float, float]:
     tokens = np.array([tick.tokens for tick in ticks], float)
     for low, high in pairwise(knots):
         columns.append(np.clip((tokens - low) / (high - low), 0.0, 1.0))
-    columns.append(np.array([tick.tokens * tick.rank_sum / tick.jobs for tick in ticks]))
+    ranks = np.array([tick.rank_sum / tick.jobs for tick in ticks])
+    columns.append(tokens * ranks if np.ptp(ranks) else np.zeros(len(ticks)))  # of one rank, the curve has it all
     columns.append(np.array([tick.jobs - 1.0 for tick in ticks]))
     columns.append(np.array([tick.tokens * tick.length for tick in ticks]))
     seconds = np.array([tick.tick_s for tick in ticks])

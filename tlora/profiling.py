@@ -6,7 +6,8 @@ Called by `tlora profile` and the benchmarks. Ticks are a trainer's own, on rand
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,9 @@ from tlora.supermodel import SuperModel
 from tlora.trainer import Trainer, TrainerOptions
 
 LENGTHS, COUNTS, RANK = (64, 128, 256, 512, 1024, 2048), (1, 8), 16
-_WARM, _TICKS = 3, 5
+_OTHER_RANKS = (2, 64)
+"""Of ticks of one job, which tell what a rank costs."""
+_WARM, _TICKS, _ROUNDS = 2, 3, 3
 
 
 def gpu_name(device: torch.device) -> str:
@@ -49,45 +52,61 @@ def profile(
     counts: Sequence[int] = COUNTS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """As in a profile's file. Seconds to a minute: each size is measured a few times, by `clock`."""
-    ticks = [_row(supermodel, length, count, clock) for count in counts for length in lengths]
+    """As in a profile's file. Seconds to a minute: all sizes in turn, a few times, by `clock`, for
+    machines do not stay as fast as they are."""
+    sizes = [(length, count, RANK) for count in counts for length in lengths]
+    sizes += [(length, 1, rank) for rank in _OTHER_RANKS for length in (lengths[len(lengths) // 2], lengths[-1])]
+    measured = [[_seconds(supermodel, *size, clock) for size in sizes] for _ in range(_ROUNDS)]
+    ticks = [
+        _row(
+            supermodel,
+            *size,
+            statistics.median(chain(*(seconds for seconds, _ in rounds))),
+            max(peak for _, peak in rounds),
+        )
+        for size, rounds in zip(sizes, zip(*measured, strict=True), strict=True)
+    ]
     return {"gpu": gpu_name(supermodel.device), "ticks": ticks}
 
 
-def _row(supermodel: SuperModel, length: int, count: int, clock: Callable[[], float]) -> dict[str, Any]:
+def _seconds(
+    supermodel: SuperModel, length: int, count: int, rank: int, clock: Callable[[], float]
+) -> tuple[list[float], int]:
+    """Of ticks of so many jobs, their optimizer steps included: those look at the device. And the peak, in bytes."""
     cuda = supermodel.device.type == "cuda"
     with TemporaryDirectory(prefix="tlora-profile") as folder:
         trainer = Trainer(supermodel, TrainerOptions(token_budget=length * count))
         for number in range(count):
             data = random_data(length, supermodel.outline.vocab_size, seed=number)
-            trainer.attach(random_job(Path(folder), f"j{number}", supermodel.base.model), data)
+            job = random_job(Path(folder), f"j{number}", supermodel.base.model, adapter={"rank": rank})
+            trainer.attach(job, data)
         for _ in range(_WARM):
             trainer.tick()
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        seconds = statistics.median(_ticks(trainer, clock))
+        seconds = []
+        for _ in range(_TICKS):
+            began_s = clock()
+            trainer.tick()
+            seconds.append(clock() - began_s)
         for name in list(trainer.jobs):
             trainer.detach(name, keep=False)
+    return seconds, torch.cuda.max_memory_allocated() if cuda else 0
+
+
+def _row(supermodel: SuperModel, length: int, count: int, rank: int, seconds: float, peak: int) -> dict[str, Any]:
     return {
         "base": supermodel.base.model,
         "parameters": supermodel.outline.num_parameters,
         "layers": supermodel.outline.num_layers,
         "jobs": count,
-        "rank_sum": RANK * count,
+        "rank_sum": rank * count,
         "tokens": length * count,
         "longest": length,
         "tick_ms": round(1e3 * seconds, 3),
-        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
+        "peak_bytes": peak,
     }
-
-
-def _ticks(trainer: Trainer, clock: Callable[[], float]) -> Iterator[float]:
-    """Seconds of each, its optimizer steps included: those look at the device."""
-    for _ in range(_TICKS):
-        began_s = clock()
-        trainer.tick()
-        yield clock() - began_s
 
 
 def random_job(folder: Path, name: str, base: str, **changes: Any) -> Any:

@@ -127,24 +127,30 @@ def test_captured_ticks_train_the_same_adapter(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU: set TLORA_TEST_DEVICE=cuda")
 def test_replayed_gradients_are_those_of_plain_ticks() -> None:
-    """The same adapters and rows, tick by tick: other tokens each time, and of the second job another part of rows."""
+    """The same adapters and rows, tick by tick: other tokens each time, and of the second job another part of rows.
+    Beside float32, replayed ticks are no further off than plain ones are."""
     plain, ours = (toy.super_model(torch.bfloat16, compiled=compiled, captured=compiled) for compiled in (False, True))
-    states = [[resident(model, rank, seed) for seed, rank in enumerate((3, 20))] for model in (plain, ours)]
+    exact = toy.super_model(rounded_to=torch.bfloat16)
+    models = plain, ours, exact
+    states = [[resident(model, rank, seed) for seed, rank in enumerate((3, 20))] for model in models]
+    for rounded, whole in zip(states[0], states[2], strict=True):
+        whole.master.copy_(rounded.compute)
+        whole.publish()
     for tick in range(6):
         slots = (0, 0, 1, 1) if tick % 2 else (0, 1, 1, 1)
         items = [
             Item(slot, tick, at, 0, 0.1, sequence)
             for at, (slot, sequence) in enumerate(zip(slots, toy.sequences(4, tick, low=64, high=64), strict=True))
         ]
-        for model in (plain, ours):
+        for model in models:
             batch = pack(items, device=model.device, round_to=ours.row_multiple(256))
             losses = model.train(batch)
             assert torch.isfinite(losses).all()
-        for theirs, mine in zip(*states, strict=True):
-            assert theirs.grad.any()
-            assert toy.off(mine.grad, theirs.grad) < 3e-2
-            theirs.grad.zero_()
-            mine.grad.zero_()
+        for theirs, mine, right in zip(*states, strict=True):
+            assert right.grad.any()
+            assert toy.off(mine.grad, right.grad) < 1.25 * toy.off(theirs.grad, right.grad) < 5e-2
+            for state in (theirs, mine, right):
+                state.grad.zero_()
     assert ours._graphs._graphs
     assert not plain._graphs._graphs
 
