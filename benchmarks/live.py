@@ -47,19 +47,19 @@ WAYS: dict[str, tuple[Rules, dict[str, Any]]] = {
 """Rules of the simulator, and the settings of a cluster that do the same."""
 
 
-def measured(base: str) -> dict[str, Any]:
+def measured(base: str, lengths: Sequence[int]) -> dict[str, Any]:
     """A profile, taken in a process of its own."""
     from tlora.profiling import profile
     from tlora.supermodel import SuperModel
 
     torch.set_num_threads(1)
-    return profile(SuperModel.load(BaseSpec(model=base), device="cpu"), lengths=LENGTHS)
+    return profile(SuperModel.load(BaseSpec(model=base), device="cpu"), lengths=lengths)
 
 
-def profiled(base: str) -> dict[str, Any]:
+def profiled(base: str, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
     """On all workers at once; the mean."""
     with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        profiles = pool.map(measured, [base] * WORKERS, chunksize=1)
+        profiles = pool.starmap(measured, [(base, lengths)] * WORKERS, chunksize=1)
     ticks = [
         {**rows[0], "tick_ms": statistics.mean(row["tick_ms"] for row in rows)}
         for rows in zip(*(one["ticks"] for one in profiles), strict=True)

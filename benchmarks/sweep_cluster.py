@@ -4,7 +4,8 @@
 
 On a Ray of this machine with CPU workers; BASE: a model's folder, as small as can be. Both workers are warm, and the
 base's ticks known, before anything is timed. The simulator replays the run's own curves, with a profile that is taken
-right after it: wants a machine that nothing else uses. Rows go to results/sweeps/cluster.json.
+right after it, in two processes at once: wants a machine that nothing else uses. Rows go to
+results/sweeps/cluster.json.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import private_ray, results
+from benchmarks.live import profiled
 from tlora.actors.scheduler import connect
 from tlora.base import Outline
 from tlora.capacity import Capacity, Load
@@ -25,9 +27,8 @@ from tlora.cluster import ClusterSpec
 from tlora.data import load_tokenizer
 from tlora.job import State
 from tlora.local import read_data
-from tlora.profiling import profile
+from tlora.scheduling import Costs
 from tlora.spec import JobSpec, parse_job
-from tlora.supermodel import SuperModel
 from tlora.sweep import Curve, samples_at
 from tlora.sweep_simulate import KnownSweep, SweepSimulator
 from tlora.sweep_spec import SweepSpec, parse_sweep
@@ -36,6 +37,7 @@ from tlora.traces import TraceJob
 from tlora.tracking import read_metrics
 
 WORKERS, SEATS, PLAIN = 2, 16, 4
+WARM = Costs(load_s=0.0)
 SPACE = {"optim.lr": {"log_uniform": [1e-4, 1e-1]}, "adapter.rank": [2, 8, 16], "batch_size": [4, 8]}
 
 
@@ -116,8 +118,7 @@ class Bench:
 
     def foretell(self, sweeps: Sequence[SweepSpec], jobs: Sequence[JobSpec]) -> float:
         """Makespan, by the simulator."""
-        model = SuperModel.load(sweeps[0].first.base, device="cpu")
-        capacity = Capacity.of(profile(model, lengths=[8, 16, 32, 64, 128, 256, 512]))
+        capacity = Capacity.of(profiled(self.base, lengths=[8, 16, 32, 64, 128, 256, 512]))
         outline, tokenizer = Outline.load(sweeps[0].first.base), load_tokenizer(sweeps[0].first.base)
         data = read_data(sweeps[0].first, outline, tokenizer)
         length = round(sum(map(len, data.train)) / len(data.train))
@@ -140,7 +141,7 @@ class Bench:
             assert samples_at(int(steps), len(data.train), job.batch_size) == len(data.train) * job.epochs
             seconds = steps * capacity.models[self.base].alone_s(load)
             plain.append(TraceJob(job.name, 0.0, 1, seconds, self.base, load, 1.0))
-        replay = SweepSimulator(capacity, plain, WORKERS, sweeps=known, is_backlog=True).run()
+        replay = SweepSimulator(capacity, plain, WORKERS, costs=WARM, sweeps=known, is_backlog=True).run()
         return replay.makespan_s
 
 

@@ -114,13 +114,12 @@ class Stack:
             hidden.append(self._first)
             calls.append(self._noted)
         self._noted = None
-        streams.held = inputs, calls
+        streams.held = inputs, calls, hidden
         streams.begin()
-        hidden = self._steps(hidden, calls, streams)
-        outputs: list[Any] = list(hidden)
+        outputs: list[Any] = self._steps(hidden, calls, streams)
         for at in reversed(range(len(inputs))):
             with streams.slice(at):
-                self._last = hidden[at]
+                self._last = outputs[at]
                 outputs[at] = self._forward(**inputs[at])
         self._last = None
         return outputs

@@ -1,4 +1,4 @@
-"""The benchmarks of several GPUs run here too, on two ranks over gloo: the smallest form of each."""
+"""Benchmarks of GPUs run here too, those of several on two ranks over gloo: the smallest form of each."""
 
 import subprocess
 import sys
@@ -11,15 +11,16 @@ from torch.multiprocessing import ProcessRaisedException
 from benchmarks import group, overlap
 
 SMALLEST = {
-    "overlap": "--plans tensor --tokens 64 --rounds 1 --ticks 1",
-    "scaling": "--parts shards-split ddp --length 8 --rounds 1",
+    "overlap": "--shape toy --plans tensor --tokens 64 --rounds 1 --ticks 1",
+    "scaling": "--shape toy --parts shards-split ddp --length 8 --rounds 1",
+    "rounding": "--layers 1",
 }
-SAID = {"overlap": "tick/tensor/64/own", "scaling": "PEFT with ddp"}
+SAID = {"overlap": "tick/tensor/64/own", "scaling": "PEFT with ddp", "rounding": "effect/PEFT"}
 
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_its_smallest_form_runs(name: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--shape", "toy", *SMALLEST[name].split()]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *SMALLEST[name].split()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert SAID[name] in ended.stdout
