@@ -167,7 +167,7 @@ def out_of_memory(plan: Plan, folder: Path, is_least: bool) -> Report | None:
     first told the scheduler."""
     base = toy.named_job(folder, "a").base.model_dump()
     given = WorkerOptions(group="g", base=base, plan=plan, device="cpu")
-    member = Member(given, 0, "node", Mesh(plan, timeout_s=60.0))
+    member = Member(given, 0, "node", Mesh(plan, timeout_s=25.0))
     send, told, ticks = GroupTrainer._send_all, list[Report](), list[int]()
 
     def refuse(trainer: GroupTrainer, *arguments: Any) -> None:
