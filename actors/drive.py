@@ -57,7 +57,9 @@ class Drive:
             state.take(spec)
             self._tell(state, wish, State.RUNNING)
             places = ClusterPlaces(self._call, state, counts_gpus=self._counts_gpus)
-            SweepRun(spec, state, places, lambda: self._is_to_stop(state, wish), self._library).run()
+            sweep = SweepRun(spec, state, places, lambda: self._is_to_stop(state, wish), self._library)
+            self._fork(sweep, wish)
+            sweep.run()
             newest = self._register.wish(self._name)
             if newest.state is State.CANCELLED:
                 open_ones = [one.name for one in state.candidates if one.status.is_open]
@@ -72,6 +74,17 @@ class Drive:
             return  # its settings have changed: it goes on by them
         stopped = State.CANCELLED if newest.state is State.CANCELLED else State.PAUSED
         self._tell(state, newest, stopped if state.stopped else State.FINISHED, state.stopped)
+
+    def _fork(self, sweep: SweepRun, wish: Wish) -> None:
+        """Take in what this sweep has not taken in yet. One that cannot be is let alone, and the sweep goes on."""
+        state = sweep.state
+        for changes in wish.forks[state.num_wished :]:
+            state.num_wished += 1
+            try:
+                sweep.change((), changes)
+            except TloraError as error:
+                log.error("sweep=%s its leader is not forked with %s: %s", self._name, " ".join(changes), error)
+                state.save(sweep.spec.folder)
 
     def _is_to_stop(self, state: SweepState, wish: Wish) -> str | None:
         if time.monotonic() - self._told_s > _TELL_S:

@@ -5,8 +5,8 @@ sweep, replaced whole. So neither waits for the other, and what is killed reads 
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from tlora.files import atomic_path
 from tlora.job import State
 from tlora.sweep import Halving
 from tlora.sweep_order import ahead
-from tlora.sweep_spec import SweepSpec
+from tlora.sweep_spec import SweepSpec, changes_of, parse_sweep
 from tlora.sweep_state import SweepState, refuse_changes, statuses
 
 _WISH, _ROW = ".wish.json", ".row.json"
@@ -30,6 +30,8 @@ class Wish:
     """PAUSED and CANCELLED are the others."""
     number: int = 1
     submitted_s: float = 0.0
+    forks: Sequence[Sequence[str]] = ()
+    """Of its leader, each with changes (`dotted.key=value`); those that it has taken in stay here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,22 @@ class Register:
             return False
         if known.state is State.CANCELLED:
             raise StateError(f"sweep {spec.name} is cancelled: it cannot be extended. Submit it under another name.")
-        self._wish(spec.name, Wish(values, number=known.number + 1, submitted_s=known.submitted_s))
+        self._wish(spec.name, replace(known, spec=values, state=State.RUNNING, number=known.number + 1))
         return True
+
+    def fork(self, name: str, changes: Sequence[str]) -> str:
+        """Have one more candidate, the leader with changes, from its best adapter; the leader's name. Raises StateError
+        if there is none, SpecError if that would be no job."""
+        known = self.wish(name)
+        spec = parse_sweep(known.spec)
+        state = SweepState.load(spec.folder)
+        if known.state is State.CANCELLED:
+            raise StateError(f"sweep {name} is cancelled: its leader cannot be forked. Submit it under another name.")
+        if state is None or state.leader is None:
+            raise StateError(f"sweep {name}: no candidate leads yet, so there is none to fork. Wait for an evaluation.")
+        spec.candidate(len(state.candidates), {**state.leader.values, **changes_of(changes)})
+        self._wish(name, replace(known, number=known.number + 1, forks=(*known.forks, tuple(changes))))
+        return state.leader.name
 
     def want(self, name: str, state: State) -> None:
         """What a user asks of a known sweep. Raises StateError."""
@@ -129,7 +145,7 @@ class Register:
         if state is State.PAUSED and row is not None and row.state.is_terminal:
             raise StateError(f"sweep {name} is {row.state}: it cannot become {state}.")
         if state is not known.state or (state is State.RUNNING and not self.is_open(name)):
-            self._wish(name, Wish(known.spec, state, known.number + 1, known.submitted_s))
+            self._wish(name, replace(known, state=state, number=known.number + 1))
 
     def status(self, name: str) -> dict[str, Any]:
         """Ready for JSON, in the columns of a job."""

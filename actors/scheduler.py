@@ -91,6 +91,15 @@ class Scheduler:
         self._drive()
         return is_new
 
+    def fork_leader(self, name: str, changes: Sequence[str]) -> str:
+        """One more candidate of a sweep, its leader with changes; the leader's name."""
+        with self._wishing:
+            if name not in self._sweeps.names():
+                raise StateError(f"{name} is no sweep. Give the new job's name too, to fork a job.")
+            leader = self._sweeps.fork(name, changes)
+        self._drive()
+        return leader
+
     def train(self, spec: dict[str, Any], halt: dict[str, Any]) -> None:
         with self._lock:
             self._roster.train(parse_job(spec), halt, time.time())

@@ -180,15 +180,19 @@ def cancel(
 
 
 def fork(
-    name: Annotated[str, typer.Argument(help="Name of a job.", show_default=False)],
-    new: Annotated[str, typer.Argument(help="Name of the new one.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of a job, or of a sweep.", show_default=False)],
+    new: Annotated[str, typer.Argument(help="Name of the new job; of a sweep, none.", show_default=False)] = "",
     overrides: Set = [],  # noqa: B006
 ) -> None:
-    """Submit a job like another, with changes, from its newest adapter."""
+    """Submit a job like another, with changes, from its newest adapter; in a sweep, one like its leader."""
     with quiet():
         from tlora.client import Client
 
         client = Client()
+        if not new:
+            leader = client.fork_leader(name, overrides)
+            typer.echo(f"{name} takes in one more candidate, like {leader}; `tlora status` shows it")
+            return
         (row,) = client.status([client.fork(name, new, overrides)])
         typer.echo(f"{new} is in the queue; it trains into {row['output']}")
 

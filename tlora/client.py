@@ -124,6 +124,11 @@ class Client:
         self.submit([parse_job(values)])
         return new
 
+    def fork_leader(self, sweep: str, changes: Sequence[str] = ()) -> str:
+        """Have one more candidate in a sweep: its leader with changes (`dotted.key=value`), from the leader's best
+        adapter. Returns the leader's name. Raises StateError if none leads yet."""
+        return str(self._call("fork_leader", sweep, list(changes)))
+
     def wait(
         self, names: Sequence[str], watch: Callable[[list[Row]], None] = lambda rows: None, every_s: float = _POLL_S
     ) -> list[Row]:

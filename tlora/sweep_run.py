@@ -20,10 +20,10 @@ from tlora.errors import SpecError, TloraError
 from tlora.job import State
 from tlora.local import data_key, read_data
 from tlora.resident import ResidentJob, digest
-from tlora.spec import JobSpec, override
+from tlora.spec import JobSpec
 from tlora.sweep import Curve, Halt, interval, samples_at
 from tlora.sweep_report import write_results
-from tlora.sweep_spec import SweepSpec, Values, as_number, draw
+from tlora.sweep_spec import SweepSpec, Values, changes_of, draw
 from tlora.sweep_state import Candidate, Status, SweepState
 from tlora.tracking import METRICS, read_metrics
 
@@ -104,7 +104,7 @@ class SweepRun:
             if leader is None:
                 raise SpecError(f"sweep {self.spec.name}: no candidate leads yet, so there is none to fork.")
             start = str(self._spec_of(leader).folder / BEST)
-            self._add([{**leader.values, **_changes(fork), "adapter.init_from": start}], is_fork=True)
+            self._add([{**leader.values, **changes_of(fork), "adapter.init_from": start}], is_fork=True)
 
     def run(self) -> None:
         """Until all candidates have ended, the budget is spent, or it is stopped; then write what came out."""
@@ -288,17 +288,3 @@ class SweepRun:
     def _save(self) -> None:
         self.state.save(self.spec.folder)
         self._saved_s = time.monotonic()
-
-
-def _changes(texts: Sequence[str]) -> Values:
-    """Overrides by dotted name. Raises SpecError."""
-    changes: Values = {}
-    for text in texts:
-        nested: Values = {}
-        override(nested, text)
-        key = text.partition("=")[0].strip()
-        value: Any = nested
-        for part in key.split("."):
-            value = value[part]
-        changes[key] = as_number(value)
-    return changes

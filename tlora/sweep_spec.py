@@ -26,6 +26,7 @@ from tlora.spec import (
     Spec,
     explain,
     fields,
+    override,
     parse_job,
     read_yaml,
     unknown_key,
@@ -51,6 +52,20 @@ def _domain(value: Any) -> Any:
 def as_number(value: Any) -> Any:
     """YAML 1.1 takes 1e-4 for a text; here it is a number."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else value
+
+
+def changes_of(texts: Sequence[str]) -> Values:
+    """Overrides by dotted name. Raises SpecError."""
+    changes: Values = {}
+    for text in texts:
+        nested: Values = {}
+        override(nested, text)
+        key = text.partition("=")[0].strip()
+        value: Any = nested
+        for part in key.split("."):
+            value = value[part]
+        changes[key] = as_number(value)
+    return changes
 
 
 class Domain(Spec):

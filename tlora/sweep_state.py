@@ -97,6 +97,8 @@ class SweepState:
     stopped: str = ""
     """Why it ended before its candidates had."""
     candidates: list[Candidate] = field(default_factory=list)
+    num_wished: int = 0
+    """Forks of the leader that a cluster's user has asked for, as far as they were taken up."""
 
     @classmethod
     def load(cls, folder: Path) -> "SweepState | None":

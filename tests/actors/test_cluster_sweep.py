@@ -70,6 +70,14 @@ def test_killed_with_its_cluster_a_sweep_ends_as_on_one_machine(client: Client, 
     assert client.wait(exited[:1])[0]["state"] == State.FINISHED
     toy.until(lambda: SweepState.load(spec.folder)[exited[0]].status is Status.FINISHED)
 
+    sent = CliRunner().invoke(app, ["fork", "s", "--set", "optim.lr=0.002"])
+    assert "s takes in one more candidate" in sent.output, sent.output
+    toy.until(lambda: [each.is_fork for each in SweepState.load(spec.folder).candidates] == [False] * 4 + [True])
+    client.wait(["s"])
+    fork = SweepState.load(spec.folder).candidates[-1]
+    assert (fork.status, fork.values["optim.lr"]) == (Status.FINISHED, 0.002)
+    assert fork.values["adapter.init_from"].endswith("/best")
+
 
 @pytest.mark.parametrize("client", [{"max_workers": 1, "idle_s": 60.0}], indirect=True)
 def test_a_sweep_is_paused_extended_and_cancelled(client: Client, tmp_path: Path) -> None:

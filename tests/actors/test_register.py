@@ -47,6 +47,30 @@ def test_a_sweep_is_wished_for_answered_paused_and_goes_on(tmp_path: Path) -> No
         book.submit(sweep(budget={"configurations": 2}), 9.0)
 
 
+def test_a_fork_of_its_leader_is_one_more_wish(tmp_path: Path) -> None:
+    book = Register(tmp_path)
+    book.submit(sweep(), 5.0)
+    with pytest.raises(StateError, match="no candidate leads yet"):
+        book.fork("s", ["optim.lr=1e-3"])
+    state = begin({"s-000": 96, "s-001": 96}, EarlyExit(), 6)
+    for one, loss in zip(state.candidates, (2.0, 1.0), strict=True):
+        one.values, one.best_loss, one.best_samples = {"adapter.rank": 4}, loss, 6
+    folder = Path(book.wish("s").spec["output"])
+    folder.mkdir(parents=True)
+    state.save(folder)
+    book.tell("s", Row(1, State.FINISHED))
+    with pytest.raises(SpecError, match=r"optim\.lr"):
+        book.fork("s", ["optim.lr=fast"])
+    assert not book.is_open("s")
+    assert book.fork("s", ["optim.lr=1e-3", "epochs=2"]) == "s-001"
+    assert book.is_open("s")
+    assert book.submit(sweep(budget={"configurations": 2}), 6.0)
+    assert [list(changes) for changes in book.wish("s").forks] == [["optim.lr=1e-3", "epochs=2"]]
+    book.want("s", State.CANCELLED)
+    with pytest.raises(StateError, match="its leader cannot be forked"):
+        book.fork("s", [])
+
+
 def test_what_is_expected_of_candidates_is_known_until_they_end(tmp_path: Path) -> None:
     book, state = Register(tmp_path), begin({"s-000": 96, "s-001": 96}, EarlyExit(), 6)
     book.submit(sweep(), 0.0)
