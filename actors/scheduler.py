@@ -49,7 +49,7 @@ class Scheduler:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._spec = ClusterSpec.model_validate(spec)
         self._lock = threading.RLock()
-        journal = Journal(Path(self._spec.state).expanduser() / "journal.db", self._spec.storage)
+        journal = Journal(self._spec.state_folder / "journal.db", self._spec.storage)
         self._roster = Roster(self._spec, journal, time.time())
         self._sweeps, self._wishing = Register(self._spec.output_root), threading.Lock()
         self._starting: set[str] = set()
@@ -149,6 +149,10 @@ class Scheduler:
 
     def spec(self, name: str) -> dict[str, Any]:
         """A job's own, as it was submitted."""
+        if name in self._sweeps.names():
+            raise StateError(
+                f"{name} is a sweep: its leader is forked within it. Give no other name, or fork a candidate."
+            )
         with self._lock:
             return dict(self._roster.entry(name).spec)
 

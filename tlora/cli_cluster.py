@@ -15,6 +15,7 @@ Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the cluster, as max_workers=4.")
 ]
 _PROGRESS_S = 5.0
+_AT_REST = {*filter(lambda state: state.is_terminal, State), State.PAUSED}
 Names = Annotated[list[str], typer.Argument(help="Names of jobs and sweeps.", show_default=False)]
 
 
@@ -33,8 +34,10 @@ def up(
         theirs, ours = client.settings(), spec.model_dump()
         if other := [f"{key}: {theirs.get(key)!r}" for key in ours if theirs.get(key) != ours[key]]:
             typer.echo(f"it was up already, with {', '.join(other)}. `tlora down` first, for other settings.")
-        waiting = sum(not State(row["state"]).is_terminal for row in client.status())
+        waiting = sum(row["state"] not in _AT_REST for row in client.status())
         typer.echo(f"the scheduler is up at {where}, with {waiting} job(s) to go on with. `tlora submit` sends jobs.")
+        if theirs["gpus_per_worker"] and not client.num_gpus():
+            typer.echo("no node has a GPU now, so jobs wait until one has; with gpus_per_worker: 0 they train on CPUs.")
 
 
 def submit(

@@ -12,7 +12,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError, TloraError
 from tlora.job import State
 from tlora.local_cluster import address, authenticate
+from tlora.paths import absolute, absolute_sweep
 from tlora.spec import JobSpec, override, parse_job
 from tlora.sweep_spec import SweepSpec
 
@@ -64,6 +64,12 @@ class Client:
         """The cluster's own, by name."""
         settings: dict[str, Any] = self._call("settings")
         return settings
+
+    def num_gpus(self) -> int:
+        """Of all nodes that are there now."""
+        import ray
+
+        return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
     def submit(self, specs: Sequence[JobSpec]) -> list[str]:
         """Admit jobs, all or none; returns the names of those that are new. Raises StateError for a name that has been
@@ -174,33 +180,3 @@ def _join(where: str | None) -> None:
         ray.init(address=where, namespace="tlora", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(f"no Ray cluster answers at {where}: {str(error).rstrip('.')}. Run `tlora up`.") from None
-
-
-def absolute(spec: JobSpec) -> JobSpec:
-    """With the files it names as they are found from here: a worker has another folder. A relative output stays: it
-    lies below the cluster's storage."""
-    return spec.model_copy(
-        update={
-            "base": spec.base.model_copy(update={"model": _found(spec.base.model)}),
-            "data": spec.data.model_copy(
-                update={"path": _found(spec.data.path), "eval_path": _found(spec.data.eval_path)}
-            ),
-            "adapter": spec.adapter.model_copy(update={"init_from": _found(spec.adapter.init_from)}),
-        }
-    )
-
-
-def absolute_sweep(spec: SweepSpec) -> SweepSpec:
-    """The same for a sweep, in its job and in its space."""
-    job, space = deepcopy(spec.job), dict(spec.space)
-    for key in ("base.model", "data.path", "data.eval_path", "adapter.init_from"):
-        section, field = key.split(".")
-        if isinstance(job.get(section), dict) and job[section].get(field):
-            job[section][field] = _found(job[section][field])
-        if key in space and space[key].choice:
-            space[key] = space[key].model_copy(update={"choice": [_found(text) for text in space[key].choice or ()]})
-    return spec.model_copy(update={"job": job, "space": space})
-
-
-def _found(text: str | None) -> str | None:
-    return str(Path(text).absolute()) if text and Path(text).exists() else text

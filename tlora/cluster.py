@@ -1,5 +1,6 @@
 """How a cluster is used: what `tlora up` is given. Nothing of it changes what a job computes."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from tlora.errors import SpecError
 from tlora.plan import Plan
-from tlora.spec import Count, PathText, Positive, Spec, override, read_yaml
+from tlora.spec import Count, PathText, Positive, Spec, explain, override, read_yaml
 
 MOST_JOBS = 64
 """Of one unit: as many as its ranks can tell each other of."""
+_OF_RAY = {"cluster_name", "available_node_types", "provider"}
 
 
 class PlanSpec(Spec):
@@ -35,8 +37,8 @@ class ClusterSpec(Spec):
     """Folder, s3:// or gs:// address that every node reaches: what must survive the loss of the head."""
     outputs: PathText | None = None
     """Folder that every node reaches, below which jobs' outputs lie; the storage, where that is a folder."""
-    state: PathText = "~/.tlora"
-    """Folder on the head's own disk for the journal."""
+    state: PathText | None = None
+    """Folder on the head's own disk for the journal; without one, one a storage in TLORA_HOME (~/.tlora)."""
     max_workers: Count = 8
     """Of all groups together."""
     jobs_per_worker: Count = 16
@@ -88,6 +90,13 @@ class ClusterSpec(Spec):
         return self
 
     @property
+    def state_folder(self) -> Path:
+        if self.state is not None:
+            return Path(self.state).expanduser()
+        own = hashlib.sha256(self.storage.encode()).hexdigest()[:12]
+        return Path(os.environ.get("TLORA_HOME") or Path.home() / ".tlora") / "state" / own
+
+    @property
     def output_root(self) -> Path:
         return Path(self.outputs or self.storage).expanduser()
 
@@ -104,12 +113,16 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = ()) -> ClusterSpe
     try:
         spec = ClusterSpec.model_validate(values)
     except ValidationError as error:
-        lines = (
-            f"{path or 'cluster'}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}." for fault in error.errors()
-        )
+        if not _OF_RAY.isdisjoint(values):
+            raise SpecError(
+                f"{path}: is a file of Ray's own, for `ray up`. Want tLoRA's settings, as in README.md."
+            ) from None
+        lines = (f"{path or 'the settings'}: {line}" for line in explain(error, ClusterSpec))
         raise SpecError("\n".join(lines)) from None
-    paths = {"storage": spec.storage, "outputs": spec.outputs, "profile": spec.profile}
-    paths["state"] = os.path.expanduser(spec.state)
-    return spec.model_copy(
-        update={name: str(Path(path).absolute()) for name, path in paths.items() if path and "://" not in path}
+    paths = {"storage": spec.storage, "outputs": spec.outputs, "profile": spec.profile, "state": spec.state}
+    spec = spec.model_copy(
+        update={
+            name: str(Path(path).expanduser().absolute()) for name, path in paths.items() if path and "://" not in path
+        }
     )
+    return spec.model_copy(update={"state": str(spec.state_folder.absolute())})

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -18,14 +18,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tlora.checkpoint import BEST
-from tlora.data import TokenSequence
 from tlora.job import State
-from tlora.local import Progress, ReadyJob
-from tlora.planner import Choice
-from tlora.spec import BaseSpec
-from tlora.sweep_state import SweepState
-from tlora.trainer import Tick
+
+if TYPE_CHECKING:  # the commands of a cluster do without torch
+    from tlora.data import TokenSequence
+    from tlora.local import Progress, ReadyJob
+    from tlora.planner import Choice
+    from tlora.spec import BaseSpec
+    from tlora.sweep_state import SweepState
+    from tlora.trainer import Tick
 
 _COLOURS = {State.FAILED: "red", State.FINISHED: "green", State.RUNNING: "cyan", State.PAUSED: "yellow"}
 _PLAIN_EVERY_S = 10.0
@@ -64,7 +65,7 @@ class LiveTable:
         if self._live:
             self._live.stop()
 
-    def show(self, progress: Sequence[Progress], tick: Tick | None) -> None:
+    def show(self, progress: "Sequence[Progress]", tick: "Tick | None") -> None:
         """Called after every tick."""
         if tick:
             rate = tick.num_tokens / max(tick.seconds, 1e-9)
@@ -76,7 +77,7 @@ class LiveTable:
             self._printed_s = time.monotonic()
             self.console.print("  ".join(_line(one) for one in progress), highlight=False, soft_wrap=True)
 
-    def _table(self, progress: Sequence[Progress]) -> Table:
+    def _table(self, progress: "Sequence[Progress]") -> Table:
         rate = "" if math.isnan(self._rate) else f"{self._rate:,.0f} tokens/s together"
         table = Table(box=None, pad_edge=False, caption=rate, caption_justify="left")
         for name in ("job", "", "step", "loss", "eval loss", "tokens/s", "ETA", "state"):
@@ -102,7 +103,7 @@ class LiveTable:
         return table
 
 
-def _line(one: Progress) -> str:
+def _line(one: "Progress") -> str:
     job = one.resident
     if job is None or one.record.state is not State.RUNNING:
         return f"{one.spec.name}: {one.record.state}"
@@ -114,7 +115,7 @@ def _number(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.4f}"
 
 
-def _eta(one: Progress) -> str:
+def _eta(one: "Progress") -> str:
     job = one.resident
     if job is None or one.record.state is not State.RUNNING or math.isnan(job.seconds_per_step):
         return ""
@@ -123,7 +124,7 @@ def _eta(one: Progress) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
-def print_outcome(console: Console, progress: Sequence[Progress]) -> None:
+def print_outcome(console: Console, progress: "Sequence[Progress]") -> None:
     """Where each job ended, and why."""
     for one in progress:
         text = Text(f"{one.spec.name}: ")
@@ -140,7 +141,7 @@ def print_outcome(console: Console, progress: Sequence[Progress]) -> None:
         console.print(text, soft_wrap=True)
 
 
-def print_leaderboard(console: Console, state: SweepState, folder: Path) -> None:
+def print_leaderboard(console: Console, state: "SweepState", folder: Path) -> None:
     """A sweep's candidates, the best first, and what they took."""
     table = Table("", "candidate", "best loss", "samples", "state", "fields", "why", box=None, pad_edge=False)
     for rank, one in enumerate(state.ranking(), 1):
@@ -155,11 +156,11 @@ def print_leaderboard(console: Console, state: SweepState, folder: Path) -> None
     if state.stopped:
         text += f" It ended early: {state.stopped}; go on with --resume."
     if state.leader is not None:
-        text += f" The best adapter is in {folder / BEST}, the report in {folder / 'report.html'}."
+        text += f" The best adapter is in {folder / 'best'}, the report in {folder / 'report.html'}."
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_check(console: Console, jobs: Sequence[ReadyJob]) -> None:
+def print_check(console: Console, jobs: "Sequence[ReadyJob]") -> None:
     """What `tlora check` found out about each job, and what all of them need together."""
 
     def say(text: str) -> None:
@@ -185,7 +186,7 @@ def print_check(console: Console, jobs: Sequence[ReadyJob]) -> None:
         )
 
 
-def print_plans(console: Console, groups: Mapping[BaseSpec, Sequence[Choice]]) -> None:
+def print_plans(console: Console, groups: "Mapping[BaseSpec, Sequence[Choice]]") -> None:
     """How several GPUs would hold each base: every plan with its figures, and which is taken."""
 
     def say(*parts: str) -> None:
@@ -221,7 +222,7 @@ def size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def print_preview(console: Console, sequences: Sequence[TokenSequence], tokenizer: Any) -> None:
+def print_preview(console: Console, sequences: "Sequence[TokenSequence]", tokenizer: Any) -> None:
     """Sequences as the model sees them: every token, the targets in green (in ⟦ ⟧ without colour)."""
     is_coloured = bool(console.color_system) and not console.no_color
     for number, sequence in enumerate(sequences, 1):

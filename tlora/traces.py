@@ -54,7 +54,9 @@ def read_trace(path: Path, *, most_s: float = DAY_S) -> Arrivals:
 
     try:
         table = pandas.read_csv(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}.") from None
+    except ValueError as error:
         raise SpecError(f"{path}: cannot be read as CSV: {error}.") from None
     if missing := [name for name in ("submit_s", "duration_s", "num_gpus") if name not in table]:
         raise SpecError(f"{path}: got columns {', '.join(table)}; want {', '.join(missing)} too.")
