@@ -20,7 +20,7 @@ from tlora.actors import group, sweeps
 from tlora.actors.journal import Journal
 from tlora.actors.messages import Orders, Report, WorkerOptions
 from tlora.actors.metrics import Metrics
-from tlora.actors.names import NAMESPACE, SCHEDULER
+from tlora.actors.names import MARK, NAMESPACE, SCHEDULER
 from tlora.actors.register import Foretold, Register
 from tlora.actors.roster import BY_USER, GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
@@ -49,6 +49,10 @@ class Scheduler:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._spec = ClusterSpec.model_validate(spec)
         self._lock = threading.RLock()
+        self._mark = self._spec.output_root / MARK
+        if not ray.get_runtime_context().was_current_actor_reconstructed:  # then it may be away, and is not made again
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
         journal = Journal(Path(self._spec.state).expanduser() / "journal.db", self._spec.storage)
         self._roster = Roster(self._spec, journal, time.time())
         self._sweeps, self._wishing = Register(self._spec.output_root), threading.Lock()
@@ -304,6 +308,7 @@ class Scheduler:
             checkpointing=self._spec.checkpointing,
             save_every_s=self._spec.save_every_s,
             stuck_after_s=self._spec.stuck_after_s,
+            mark=str(self._mark),
             device=None if self._spec.gpus_per_worker else "cpu",
         )
 

@@ -101,7 +101,7 @@ class DataSpec(Spec):
     """Schema of a row; `auto` finds it from the columns."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Targets: every assistant turn (or completion), the last one only, or every token."""
-    max_length: Annotated[int, Field(strict=True, ge=2)] = 2048
+    max_length: Annotated[int, Field(strict=True, ge=2, le=_MOST_COUNT)] = 2048
     """Longest sequence, in tokens."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What to do with a longer one."""
