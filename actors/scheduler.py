@@ -39,6 +39,8 @@ _FLUSH_S = 5.0
 _AGAIN_S = 10.0
 _ASK_S = 5.0
 _CLOSE_S = 600.0
+_LEAVE_S = 2.0
+"""In which a client hears that all is closed."""
 
 
 class Scheduler:
@@ -173,9 +175,12 @@ class Scheduler:
         with self._lock:
             return self._roster.exchange(report, time.time())
 
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def close(self) -> None:
-        """End every group, each worker's jobs saved, and the scheduler. Jobs that have not ended are there at the next
-        `tlora up`."""
+        """End every group, each worker's jobs saved, and the scheduler, even if the client that asks is gone meanwhile.
+        Jobs that have not ended are there at the next `tlora up`."""
         with self._lock:
             self._is_closed = True
             self._roster.let_go_of_all(time.time())
@@ -187,6 +192,7 @@ class Scheduler:
             group.end(name)
         with self._lock:
             self._roster.journal.close()
+        threading.Timer(_LEAVE_S, ray.kill, [ray.get_runtime_context().current_actor]).start()
 
     def _is_busy(self) -> bool:
         with self._lock:
@@ -358,7 +364,9 @@ def connect(spec: ClusterSpec | None = None) -> Any:
         .remote(spec.model_dump())
     )
     try:
-        ray.get(actor.version.remote())
+        is_closed = ray.get(actor.is_closed.remote())
     except ray.exceptions.RayActorError as error:
         raise ClusterError(f"the scheduler did not start: {str(error).strip().splitlines()[-1]}") from None
+    if is_closed:
+        raise ClusterError("the scheduler is on its way out, its jobs being saved. `tlora down` waits for it.")
     return actor
