@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from tlora.errors import SpecError
 from tlora.plan import Plan
-from tlora.spec import Count, PathText, Positive, Spec, override, read_yaml
+from tlora.spec import Count, PathText, Positive, Spec, explain, override, read_yaml
 
 MOST_JOBS = 64
 """Of one unit: as many as its ranks can tell each other of."""
@@ -62,7 +62,10 @@ class ClusterSpec(Spec):
     """A worker that says nothing for so long is lost, and its jobs go elsewhere."""
     stuck_after_s: Positive = 1800.0
     """A worker whose tick, or base's loading, takes so long ends itself, and is replaced."""
-    plan: Literal["auto"] | PlanSpec = "auto"
+    plan: Annotated[
+        Annotated[Literal["auto"], Tag("[auto]")] | Annotated[PlanSpec, Tag("[plan]")],
+        Discriminator(lambda given: "[auto]" if isinstance(given, str) else "[plan]"),
+    ] = "auto"
     """How workers hold a base. `auto`: each by itself where a worker has room for it, else the plan of fewest GPUs."""
     resize: Literal["in_place", "restart"] = "in_place"
     """`restart`: a group that changes its size is started anew, as Ray Train does it by itself."""
@@ -104,10 +107,7 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = ()) -> ClusterSpe
     try:
         spec = ClusterSpec.model_validate(values)
     except ValidationError as error:
-        lines = (
-            f"{path or 'cluster'}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}." for fault in error.errors()
-        )
-        raise SpecError("\n".join(lines)) from None
+        raise SpecError("\n".join(f"{path or 'cluster'}: {line}" for line in explain(error, ClusterSpec))) from None
     paths = {"storage": spec.storage, "outputs": spec.outputs, "profile": spec.profile}
     paths["state"] = os.path.expanduser(spec.state)
     return spec.model_copy(

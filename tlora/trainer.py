@@ -169,8 +169,8 @@ class Trainer:
         self._gather()
 
     def detach(self, name: str, *, state: State = State.PAUSED, reason: str = "", keep: bool = True) -> ResidentJob:
-        """Take a job out between ticks; with `keep`, its exact state is saved first, without the step in flight. After a
-        tick that was broken off, a job amid its optimizer step keeps the state that was saved before."""
+        """Take a job out between ticks; with `keep`, its exact state is saved first, without the step in flight. After
+        a tick that was broken off, a job amid its optimizer step keeps the state that was saved before."""
         job = self.release(name, state=state, reason=reason, keep=keep)
         self._gather(job)
         self._ended.remove(job)

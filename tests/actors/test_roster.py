@@ -259,9 +259,7 @@ def test_a_job_that_is_being_cancelled_cannot_be_paused(desk: Desk, running: Fak
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_job_that_is_being_cancelled_goes_on_if_its_user_says_so(
-    desk: Desk, running: FakeWorker, keep: bool
-) -> None:
+def test_a_job_that_is_being_cancelled_goes_on_if_its_user_says_so(desk: Desk, running: FakeWorker, keep: bool) -> None:
     desk.roster.cancel(["a"], desk.now_s, keep=keep)
     desk.roster.train(spec_of("a"), {"step": 9}, desk.now_s)
     assert desk.roster.entry("a").wish, "its sweep does not say so"

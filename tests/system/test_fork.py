@@ -57,7 +57,7 @@ def test_a_fork_that_was_refused_leaves_nothing_for_the_next(tmp_path: Path) -> 
     train(prepare(specs, options), options)
     refuses, takes = map(Played, specs)
     for new, change in (("x/y", "seed=1"), ("new", "optim.lr=low")):
-        with pytest.raises(SpecError, match="name = 'x/y'|optim.lr = 'low'"):
+        with pytest.raises(SpecError, match=r"name = 'x/y'|optim\.lr = 'low'"):
             refuses.fork("a", new, [change])
     assert not (tmp_path / "new").exists()
     export_last(specs[0].folder, tmp_path / "new" / "start")  # of a client that was killed before it could submit

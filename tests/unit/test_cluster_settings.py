@@ -29,14 +29,18 @@ def test_a_file_is_read_and_overridden(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max_workers: 2\n", "storage: Field required"),
-        ("storage: x\nworkers: 2\n", "workers: Extra inputs are not permitted"),
-        ("storage: x\ngpus_per_worker: 4\n", "gpus_per_worker: Input should be less than or equal to 1"),
+        ("max_workers: 2\n", "'storage' is missing."),
+        ("storage: x\nworkers: 2\n", "unknown key 'workers'. Did you mean 'max_workers'?"),
+        ("storage: x\ngpus_per_worker: 4\n", "gpus_per_worker = 4: want at most 1."),
         ("storage: s3://x\n", "outputs: want a folder for the jobs' outputs, for the storage is none"),
         ("storage: x\noutputs: gs://x\n", "outputs: want a folder that every node reaches"),
-        ("storage: x\nresize: sometimes\n", "resize: Input should be 'in_place' or 'restart'"),
+        ("storage: x\nresize: sometimes\n", "resize = 'sometimes': want one of 'in_place' or 'restart'."),
         ("storage: x\nplan: {shards: 9}\n", "plan: takes 9 workers; want at most max_workers, 8"),
-        ("storage: x\nplan: {shard: 2}\n", "shard: Extra inputs are not permitted"),
+        ("storage: x\nplan: {shard: 2}\n", "unknown key 'plan.shard'."),
+        ("storage: x\nplan: {shards: 2.5}\n", "plan.shards = 2.5: want an integer."),
+        ("storage: x\nplan: 2\n", "plan = 2: want a mapping."),
+        ("storage: x\nplan: best\n", "plan = 'best': want one of 'auto'."),
+        ("storage: x\nidle_s: .nan\n", "idle_s = nan: want a finite number."),
         ("storage: x\njobs_per_worker: 65\n", "jobs_per_worker: want at most 64 where several workers may hold a base"),
     ],
 )
