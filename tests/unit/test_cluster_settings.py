@@ -1,6 +1,10 @@
 """Settings of a cluster, and the token of a local one."""
 
+import fcntl
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +88,24 @@ def test_a_process_that_has_gone_is_no_cluster(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ClusterError, match="no cluster of yours runs here"):  # though a Ray of others may
         local_cluster.address()
     (tmp_path / "local_cluster.json").write_text(f'{{"pid": {os.getpid()}, "address": "127.0.0.1:1"}}')
-    assert local_cluster.address() == "127.0.0.1:1"
+    with (tmp_path / "local_cluster.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert local_cluster.address() == "127.0.0.1:1"
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
     assert local_cluster.address() == "elsewhere:1"
+
+
+def test_a_process_that_has_its_number_now_is_no_cluster_and_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart of the machine, or of a container whose home stays."""
+    monkeypatch.setenv("TLORA_HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        (tmp_path / "local_cluster.json").write_text(json.dumps({"pid": other.pid, "address": "127.0.0.1:1"}))
+        (tmp_path / "local_cluster.lock").touch()
+        with pytest.raises(ClusterError, match="no cluster of yours runs here"):
+            local_cluster.address()
+        local_cluster.stop()
+        other.communicate(b"\n")
+    assert other.returncode == 0
