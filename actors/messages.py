@@ -118,4 +118,6 @@ class WorkerOptions:
     stuck_after_s: float = 1800.0
     patience_s: float = 300.0
     """How long files that cannot be read or written are tried again, before their job fails."""
+    mark: str | None = None
+    """File that is there unless the storage is away."""
     device: str | None = None

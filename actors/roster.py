@@ -159,7 +159,8 @@ class Roster:
 
     def resume(self, names: Sequence[str], now_s: float, halts: Mapping[str, dict[str, Any]] = EMPTY) -> None:
         """Queue again, from their last saves, jobs that are paused, cancelled or failed, those in `halts` as far as it
-        says; one that was to be paused goes on. Others that have not ended stay as they are."""
+        says; one that was to be paused, or by its user to be cancelled, goes on. Others that have not ended stay as
+        they are."""
         changes = []
         for name in names:
             entry = self.entry(name)
@@ -170,7 +171,7 @@ class Roster:
                 halt = {}
             if entry.state is State.PAUSED or entry.state.is_terminal:
                 changes.append(Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halt))
-            elif entry.wish == State.PAUSED:
+            elif entry.wish == State.PAUSED or (name not in halts and entry.wish in (State.CANCELLED, "dropped")):
                 changes.append(Change(name, wish="", reason="", halt=halt))
             elif halt:
                 changes.append(Change(name, halt=halt))
@@ -461,10 +462,11 @@ class Roster:
     def _row(self, entry: Entry) -> dict[str, Any]:
         told = self.progress.get(entry.name)
         seen = self.workers.get(entry.place)
+        waits = {State.QUEUED: self.waits.get(entry.name), State.ATTACHING: told and told.reason}.get(entry.state)
         return {
             "name": entry.name,
             "state": entry.state.value,
-            "reason": (self.waits.get(entry.name) if entry.state is State.QUEUED else None) or entry.reason,
+            "reason": waits or entry.reason,
             "group": seen.report.group if seen else "",
             "worker": entry.place[:8],
             "attempt": entry.attempt,

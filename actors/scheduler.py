@@ -20,7 +20,7 @@ from tlora.actors import group, sweeps
 from tlora.actors.journal import Journal
 from tlora.actors.messages import Orders, Report, WorkerOptions
 from tlora.actors.metrics import Metrics
-from tlora.actors.names import NAMESPACE, SCHEDULER
+from tlora.actors.names import MARK, NAMESPACE, SCHEDULER
 from tlora.actors.register import Foretold, Register
 from tlora.actors.roster import BY_USER, GroupRecord, Roster, base_key
 from tlora.cluster import ClusterSpec
@@ -39,6 +39,8 @@ _FLUSH_S = 5.0
 _AGAIN_S = 10.0
 _ASK_S = 5.0
 _CLOSE_S = 600.0
+_LEAVE_S = 2.0
+"""In which a client hears that all is closed."""
 
 
 class Scheduler:
@@ -49,6 +51,10 @@ class Scheduler:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._spec = ClusterSpec.model_validate(spec)
         self._lock = threading.RLock()
+        self._mark = self._spec.output_root / MARK
+        if not ray.get_runtime_context().was_current_actor_reconstructed:  # then it may be away, and is not made again
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
         journal = Journal(self._spec.state_folder / "journal.db", self._spec.storage)
         self._roster = Roster(self._spec, journal, time.time())
         self._sweeps, self._wishing = Register(self._spec.output_root), threading.Lock()
@@ -182,9 +188,12 @@ class Scheduler:
         with self._lock:
             return self._roster.exchange(report, time.time())
 
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def close(self) -> None:
-        """End every group, each worker's jobs saved, and the scheduler. Jobs that have not ended are there at the next
-        `tlora up`."""
+        """End every group, each worker's jobs saved, and the scheduler, even if the client that asks is gone meanwhile.
+        Jobs that have not ended are there at the next `tlora up`."""
         with self._lock:
             self._is_closed = True
             self._roster.let_go_of_all(time.time())
@@ -196,6 +205,7 @@ class Scheduler:
             group.end(name)
         with self._lock:
             self._roster.journal.close()
+        threading.Timer(_LEAVE_S, ray.kill, [ray.get_runtime_context().current_actor]).start()
 
     def _is_busy(self) -> bool:
         with self._lock:
@@ -317,6 +327,7 @@ class Scheduler:
             checkpointing=self._spec.checkpointing,
             save_every_s=self._spec.save_every_s,
             stuck_after_s=self._spec.stuck_after_s,
+            mark=str(self._mark),
             device=None if self._spec.gpus_per_worker else "cpu",
         )
 
@@ -366,7 +377,9 @@ def connect(spec: ClusterSpec | None = None) -> Any:
         .remote(spec.model_dump())
     )
     try:
-        ray.get(actor.version.remote())
+        is_closed = ray.get(actor.is_closed.remote())
     except ray.exceptions.RayActorError as error:
         raise ClusterError(f"the scheduler did not start: {str(error).strip().splitlines()[-1]}") from None
+    if is_closed:
+        raise ClusterError("the scheduler is on its way out, its jobs being saved. `tlora down` waits for it.")
     return actor

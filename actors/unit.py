@@ -30,7 +30,7 @@ from tlora.planner import place
 from tlora.resident import longest_rows
 from tlora.spec import JobSpec, parse_job
 from tlora.supermodel import SuperModel
-from tlora.trainer import Trainer, TrainerOptions
+from tlora.trainer import Trainer
 
 log = logging.getLogger("tlora")
 _TALK_S = 0.2
@@ -81,6 +81,8 @@ class _Reading:
     until_s: float
     """How long what fails to be read may be tried again."""
     again_s: float = 0.0
+    reason: str = ""
+    """Why it is tried again."""
 
 
 class Member(Worker):
@@ -192,7 +194,7 @@ class Member(Worker):
                 ready.add((name, reading.order.attempt, reading.lanes))
         for name, reading in self._reading.items():
             if self._is_lead(reading.lanes):
-                jobs[name] = JobReport(reading.order.attempt, State.ATTACHING)
+                jobs[name] = JobReport(reading.order.attempt, State.ATTACHING, reading.reason)
         for name, job in here.items():
             if name in self._led:
                 jobs[name] = describe(job, self._attempts[name], self._where(trainer, name))
@@ -316,7 +318,7 @@ class Member(Worker):
             return False
         if not reading.again_s:
             log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
-        reading.again_s = now_s + AGAIN_S
+        reading.again_s, reading.reason = now_s + AGAIN_S, f"waits: {error}"
         return True
 
     def _take_in(self, trainer: GroupTrainer, words: list[Word]) -> None:
@@ -353,12 +355,7 @@ class Member(Worker):
             self._base, mesh=self.mesh, deterministic=options.deterministic, checkpointing=options.checkpointing
         )
         self._loads += 1
-        budget = TrainerOptions(token_budget=options.token_budget).budget_on(supermodel.device)
-        return GroupTrainer(
-            supermodel,
-            self.mesh,
-            TrainerOptions(token_budget=budget, writes_beside=True, patience_s=options.patience_s),
-        )
+        return GroupTrainer(supermodel, self.mesh, self._trainer_options(supermodel))
 
     def _report(self, words: list[Word]) -> None:
         """What the unit has, to the scheduler: of what several say of a job, its end, and that with its reason."""

@@ -90,6 +90,8 @@ class _Coming:
     """How long what fails to be read may be tried again."""
     again_s: float = 0.0
     """When to look at it again, since its folder was held by another process, or its files were away."""
+    reason: str = ""
+    """Why it is looked at again."""
 
 
 class Worker:
@@ -287,10 +289,16 @@ class Worker:
             checkpointing=options.checkpointing,
         )
         self._loads += 1
-        budget = TrainerOptions(token_budget=options.token_budget).budget_on(supermodel.device)
-        return Trainer(
-            supermodel, TrainerOptions(token_budget=budget, writes_beside=True, patience_s=options.patience_s)
+        return Trainer(supermodel, self._trainer_options(supermodel))
+
+    def _trainer_options(self, supermodel: SuperModel) -> TrainerOptions:
+        given = TrainerOptions(
+            token_budget=self.options.token_budget,
+            writes_beside=True,
+            patience_s=self.options.patience_s,
+            mark=self.options.mark,
         )
+        return replace(given, token_budget=given.budget_on(supermodel.device))
 
     def _attach(self, name: str, coming: _Coming) -> None:
         trainer = self._trainer
@@ -308,7 +316,7 @@ class Worker:
             if may_pass(error, now_s < coming.until_s):
                 if not coming.again_s:
                     log.warning("job=%s group=%s waits: %s", name, self.options.group, error)
-                coming.again_s = now_s + AGAIN_S
+                coming.again_s, coming.reason = now_s + AGAIN_S, f"waits: {error}"
                 coming.job = self._readers.submit(self._prepare, trainer, coming.spec)
                 return
             self._attempts.pop(name, None)
@@ -368,7 +376,7 @@ class Worker:
     def _tell(self, applied: int) -> None:
         jobs = dict(self._ended)
         for name, coming in self._coming.items():
-            jobs[name] = JobReport(coming.order.attempt, State.ATTACHING)
+            jobs[name] = JobReport(coming.order.attempt, State.ATTACHING, coming.reason)
         for name, job in {**self._trainer.jobs, **self._trainer.leaving}.items() if self._trainer else ():
             jobs[name] = describe(job, self._attempts[name])
         self.mailbox.tell(

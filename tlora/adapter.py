@@ -284,7 +284,7 @@ def export_peft(
     `trained` says that B must not be all zero any more. Raises CheckpointError if a weight is not finite, or PEFT would
     not find in the files, read back, just what this adapter has.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     weights = {key: weight.detach().cpu().contiguous().clone() for key, weight in state.weights().items()}
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise CheckpointError(f"{folder}: the adapter has weights that are not finite.")

@@ -4,6 +4,7 @@ The state is one file, replaced in one rename, so the previous one loads until t
 truncated or damaged file must be noticed before it joins its neighbours. Called by the trainer.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -32,9 +33,10 @@ _KINDS: dict[str, type] = {
 
 
 def save_state(folder: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
-    """Replace the job's resume state. On any error the previous one stays."""
+    """Replace the job's resume state. On any error the previous one stays. The job's folder is not made again: where a
+    mount is away, that would be beneath it."""
     path = folder / STATE
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     on_cpu = {name: to_host(tensor.detach()) for name, tensor in tensors.items()}
     header = json.loads(json.dumps({**meta, "format": _FORMAT}))
     header["checksum"] = _checksum(on_cpu, header)
@@ -129,9 +131,12 @@ class JobFolder:
     def has_state(self) -> bool:
         return (self.path / STATE).exists()
 
-    def open(self) -> list[Path]:
+    def open(self, mark: str | None = None) -> list[Path]:
         """Make the folder and hold it; returns the half-written files that a killed process had left and that are gone
-        now. Raises StateError if another process holds it, OSError if it cannot be written."""
+        now. Raises StateError if another process holds it, OSError if it cannot be written or if `mark`, a file of the
+        same storage, is not there: a job whose saves are away must not begin anew."""
+        if mark and not os.path.exists(mark):
+            raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}: is the storage away?", mark)
         self.path.mkdir(parents=True, exist_ok=True)
         lock = (self.path / ".lock").open("a")
         try:

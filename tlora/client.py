@@ -10,8 +10,10 @@ Jobs run on when their client is gone. Calls are idempotent; one that the schedu
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -114,21 +116,34 @@ class Client:
         """Submit a job like `name` under a new name, with changes (`dotted.key=value`), from its newest adapter: its
         last, else its best so far, else that of its last save, which is written into the new job's output."""
         (row,) = self.status([name])
+        values = {**self._call("spec", name), "name": new}
+        self._changed(values, changes)  # what cannot be is refused before anything is written
         output = Path(row["output"]).with_name(new)
-        values = {**self._call("spec", name), "name": new, "output": str(output)}
         try:
             start = self._call("newest_adapter", name)
         except StateError:
-            from tlora.export import export_last
+            start = self._start_from(Path(row["output"]), output / "start", new)
+        values |= {"output": str(output), "adapter": {**values["adapter"], "init_from": str(start)}}
+        self.submit([self._changed(values, changes)])
+        return new
 
-            start = output / "start"
-            if not start.exists():
-                export_last(Path(row["output"]), start)
-        values["adapter"]["init_from"] = str(start)
+    @staticmethod
+    def _changed(values: dict[str, Any], changes: Sequence[str]) -> JobSpec:
+        values = deepcopy(values)
         for change in changes:
             override(values, change)
-        self.submit([parse_job(values)])
-        return new
+        return parse_job(values)
+
+    def _start_from(self, output: Path, start: Path, new: str) -> Path:
+        """The adapter of a job's last save, at `start`. Of a job `new` that is known it stays what it was; what a fork
+        that was refused has left is replaced."""
+        from tlora.export import export_last
+
+        if new not in (row["name"] for row in self.status()):
+            shutil.rmtree(start, ignore_errors=True)
+        if not start.exists():
+            export_last(output, start)
+        return start
 
     def fork_leader(self, sweep: str, changes: Sequence[str] = ()) -> str:
         """Have one more candidate in a sweep: its leader with changes (`dotted.key=value`), from the leader's best

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from tlora.errors import SpecError
 from tlora.plan import Plan
@@ -64,7 +64,10 @@ class ClusterSpec(Spec):
     """A worker that says nothing for so long is lost, and its jobs go elsewhere."""
     stuck_after_s: Positive = 1800.0
     """A worker whose tick, or base's loading, takes so long ends itself, and is replaced."""
-    plan: Literal["auto"] | PlanSpec = "auto"
+    plan: Annotated[
+        Annotated[Literal["auto"], Tag("[auto]")] | Annotated[PlanSpec, Tag("[plan]")],
+        Discriminator(lambda given: "[auto]" if isinstance(given, str) else "[plan]"),
+    ] = "auto"
     """How workers hold a base. `auto`: each by itself where a worker has room for it, else the plan of fewest GPUs."""
     resize: Literal["in_place", "restart"] = "in_place"
     """`restart`: a group that changes its size is started anew, as Ray Train does it by itself."""

@@ -1,8 +1,10 @@
 """A Ray cluster of this machine alone, for those who have no other: started by `tlora up`, ended by `tlora down`.
 
-It is one process (`ray start --block`) in a session of its own, known by a file in the user's folder.
+It is one process (`ray start --block`) in a session of its own, known by a file in the user's folder. Another file is
+locked as long as it lives: after a restart of the machine its number may be that of any other process.
 """
 
+import fcntl
 import json
 import os
 import secrets
@@ -64,8 +66,14 @@ def start(port: int = 6399) -> str:
                f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
                f"--temp-dir={path.parent / 'ray'}"]  # fmt: skip
     environment = {**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment)
+    with log.open("w") as out, path.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ClusterError("another `tlora up` starts Ray on this machine just now. Wait for it.") from None
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, start_new_session=True, env=environment, pass_fds=[lock.fileno()]
+        )
     deadline_s = time.monotonic() + _START_S
     while "Ray runtime started" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline_s:
@@ -93,9 +101,18 @@ def _read() -> dict[str, Any] | None:
     """What the file says, if its process lives."""
     with suppress(OSError, ValueError, KeyError):
         known: dict[str, Any] = json.loads(_file().read_text())
-        if _is_alive(known["pid"]):
+        if _is_alive(known["pid"]) and _is_locked():
             return known
     return None
+
+
+def _is_locked() -> bool:
+    with _file().with_suffix(".lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _is_alive(pid: int) -> bool:

@@ -151,21 +151,18 @@ class ClusterState(Placements):
         """What is predicted of it."""
         model = self.pool(job.base).model
         job.alone_s = model.best_alone_s(job.load, job.gpus)
-        job.fewest = next(
-            (
-                count
-                for count in range(1, job.load.batch + 1)
-                if self._split_s(job, count) <= job.bound * job.alone_s * (1.0 + 1e-9)
-            ),
-            min(range(1, job.load.batch + 1), key=lambda count: self._split_s(job, count)),
-        )
-        if not job.can_split:
-            job.fewest = 1
+        job.fewest = self._fewest(job) if job.can_split else 1
         full_s, part = model.tick_s(model.budgets[-1]), part_of(model, job, 1)
         job.need = min(part * full_s / max(job.bound * job.alone_s, full_s), model.budgets[-1])
         self.jobs[job.name] = job
         patience_s = self.rules.patience_s + self.rules.patience_lone * job.remaining * job.alone_s
         self.deadlines.put(job.name, job.submitted_s + patience_s)
+
+    def _fewest(self, job: Job) -> int:
+        """Workers with which it stays within its bound, else those with which it is fastest."""
+        counts, allowed_s = range(1, job.load.batch + 1), job.bound * job.alone_s * (1.0 + 1e-9)
+        within = next((count for count in counts if self._split_s(job, count) <= allowed_s), None)
+        return within or min(counts, key=lambda count: self._split_s(job, count))
 
     def _split_s(self, job: Job, count: int) -> float:
         """Step time of a job on so many workers, wherever they are."""

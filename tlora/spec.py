@@ -101,7 +101,7 @@ class DataSpec(Spec):
     """Schema of a row; `auto` finds it from the columns."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Targets: every assistant turn (or completion), the last one only, or every token."""
-    max_length: Annotated[int, Field(strict=True, ge=2)] = 2048
+    max_length: Annotated[int, Field(strict=True, ge=2, le=_MOST_COUNT)] = 2048
     """Longest sequence, in tokens."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What to do with a longer one."""
@@ -387,17 +387,21 @@ def override(values: dict[str, Any], text: str) -> None:
         values[last] = value
 
 
+_UNNAMED = ("[key]", "[auto]", "[plan]")
+"""Of the places that pydantic names, those that users do not write."""
+
+
 def explain(error: ValidationError, model: type[BaseModel] = JobSpec) -> Iterator[str]:
     """One line per fault of what was to be a `model`: the dotted path, what was got and what is wanted."""
     for fault in error.errors():
-        path = ".".join(str(part) for part in fault["loc"] if part != "[key]")
+        path = ".".join(str(part) for part in fault["loc"] if part not in _UNNAMED)
         got = fault.get("input")
         if fault["type"] == "extra_forbidden":
             yield unknown_key(path, model)
         elif fault["type"] == "missing":
             yield f"'{path}' is missing. {_describe(path)}".rstrip()
-        elif fault["type"] == "value_error" and len(fault["loc"]) == 1 and isinstance(got, dict):  # a section's
-            yield f"{path}: {_want(fault)}."
+        elif fault["type"] == "value_error" and len(fault["loc"]) <= 1 and isinstance(got, dict):  # a section's
+            yield f"{path}: {_want(fault)}.".removeprefix(": ")
         elif fault["type"] == "invalid_key":
             yield f"key {got!r}: want a string. Put it in quotes."
         else:
@@ -450,7 +454,9 @@ _BOUNDS = {
 
 def _want(fault: Mapping[str, Any]) -> str:
     kind, context = fault["type"], fault.get("ctx", {})
-    if fault["loc"][-1] == "rank" or ("rank_pattern" in fault["loc"] and kind.startswith(("int_", "greater", "less"))):
+    if fault["loc"][-1:] == ("rank",) or (
+        "rank_pattern" in fault["loc"] and kind.startswith(("int_", "greater", "less"))
+    ):
         return "want an integer from 1 to 256"
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]

@@ -58,6 +58,8 @@ class TrainerOptions:
     """Files are written by a thread, and ticks go on meanwhile."""
     patience_s: float = 0.0
     """How long that thread tries again what it cannot write, before the job fails."""
+    mark: str | None = None
+    """File that is there unless the storage is away: without it no job is taken in."""
 
     def budget_on(self, device: torch.device, longest: int = 0) -> int:
         """The budget on a device; one that was not given holds a sequence of `longest` rows twice."""
@@ -105,8 +107,7 @@ class Trainer:
         saved beside its adapters.
 
         Raises TloraError, and leaves everything as it was, if it cannot join: its name or folder is taken, its state is
-        damaged or another job's, its targets match nothing, its longest sequence is longer than a tick.
-        """
+        damaged or another job's, its targets match nothing, its longest sequence is longer than a tick."""
         if spec.name in self.jobs or spec.name in self.leaving:
             raise StateError(f"job {spec.name} is resident already; want another name.")
         self.refuse_longer(spec, data)
@@ -168,9 +169,8 @@ class Trainer:
         self._gather()
 
     def detach(self, name: str, *, state: State = State.PAUSED, reason: str = "", keep: bool = True) -> ResidentJob:
-        """Take a job out between ticks; with `keep`, its exact state is saved first, without the step in flight.
-
-        After a tick that was broken off, a job amid its optimizer step keeps the state that was saved before."""
+        """Take a job out between ticks; with `keep`, its exact state is saved first, without the step in flight. After
+        a tick that was broken off, a job amid its optimizer step keeps the state that was saved before."""
         job = self.release(name, state=state, reason=reason, keep=keep)
         self._gather(job)
         self._ended.remove(job)
@@ -433,7 +433,7 @@ class Trainer:
 
     def _open(self, job: ResidentJob, resume: bool) -> str | None:
         """Hold the job's folder and load what it has; returns the tracking run's id."""
-        for left in job.folder.open():
+        for left in job.folder.open(self.options.mark):
             log.warning("job %s: removed %s, left half-written.", job.name, left)
         run_id = restore(job, self.supermodel, resume=resume)
         with atomic_path(job.spec.folder / "job.yaml") as path:

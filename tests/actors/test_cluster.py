@@ -8,7 +8,7 @@ import pytest
 import ray
 import toy
 
-from tlora.actors.names import NAMESPACE
+from tlora.actors.names import MARK, NAMESPACE
 from tlora.actors.scheduler import connect
 from tlora.checkpoint import STATE, read_meta
 from tlora.client import Client
@@ -93,6 +93,31 @@ def test_jobs_outlive_their_scheduler_and_its_cluster_state(client: Client, tmp_
     assert toy.off_alone(spec) < 1e-8
     assert again.fork("long", "child", ["steps=1"]) == "child"
     assert again.wait(["child"])[0]["state"] == State.FINISHED
+
+
+def test_a_scheduler_that_is_told_to_end_goes_though_its_client_is_gone(client: Client, tmp_path: Path) -> None:
+    """Else the next `tlora up` would find it, and its jobs would never go on."""
+    spec = toy.named_job(tmp_path, "long", steps=60, save_every=1000)
+    client.submit([spec])
+    toy.until(lambda: step(client, "long") > 5)
+    client._scheduler.close.remote()  # what a client leaves that is stopped amid `down`
+    with pytest.raises(ClusterError, match="on its way out"):
+        toy.until(lambda: connect(toy.cluster_spec(tmp_path)) and None, 5.0)
+    toy.until(lambda: "tlora-scheduler" not in ray.util.list_named_actors(all_namespaces=False))
+    connect(toy.cluster_spec(tmp_path))
+    assert Client().wait(["long"])[0]["state"] == State.FINISHED
+    assert toy.equals_alone(spec)
+
+
+def test_the_mark_of_the_outputs_is_made_once(client: Client, tmp_path: Path) -> None:
+    """A scheduler that is started again while the outputs are away makes none where they are not."""
+    (tmp_path / MARK).unlink()
+    ray.kill(ray.get_actor("tlora-scheduler", namespace=NAMESPACE), no_restart=False)
+    client.submit([toy.named_job(tmp_path, "a", steps=2)])
+    toy.until(lambda: "is the storage away?" in client.status(["a"])[0]["reason"])
+    assert client.status(["a"])[0]["state"] == State.ATTACHING
+    (tmp_path / MARK).touch()
+    assert client.wait(["a"])[0]["state"] == State.FINISHED
 
 
 def test_more_jobs_than_seats_and_one_whose_state_is_damaged(client: Client, tmp_path: Path) -> None:

@@ -258,6 +258,29 @@ def test_a_job_that_is_being_cancelled_cannot_be_paused(desk: Desk, running: Fak
         desk.roster.pause(["a"], desk.now_s)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_job_that_is_being_cancelled_goes_on_if_its_user_says_so(desk: Desk, running: FakeWorker, keep: bool) -> None:
+    desk.roster.cancel(["a"], desk.now_s, keep=keep)
+    desk.roster.train(spec_of("a"), {"step": 9}, desk.now_s)
+    assert desk.roster.entry("a").wish, "its sweep does not say so"
+    desk.roster.resume(["a"], desk.now_s)
+    running.say()
+    running.say()
+    assert desk.states()["a"] == "running"
+    assert "a" in running.orders.jobs
+    assert not desk.roster.status(["a"])[0]["reason"]
+
+
+def test_a_job_that_its_worker_cannot_take_in_yet_says_why(desk: Desk) -> None:
+    desk.submit("a")
+    worker = FakeWorker(desk, "w")
+    worker.say()
+    desk.plan()
+    worker.say()
+    worker.say(a=JobReport(worker.orders.jobs["a"].attempt, State.ATTACHING, "waits: no disk"))
+    assert desk.roster.status(["a"])[0]["reason"] == "waits: no disk"
+
+
 def test_measured_ticks_set_the_shares_and_the_size_of_ticks(desk: Desk, running: FakeWorker) -> None:
     """Ticks of known cost: once they foretell one another, plans are made by them."""
     for turn in range(1, 200):

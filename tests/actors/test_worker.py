@@ -233,6 +233,40 @@ def test_a_storage_that_is_away_for_a_while_costs_no_job(tmp_path: Path, monkeyp
     assert same(adapter(first), alone(first))
 
 
+def test_a_job_does_not_begin_anew_while_its_saves_are_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a mount is away there is an empty folder; what a resident saves meanwhile is not written beneath it."""
+    desk = Desk(tmp_path, patience_s=60.0, save_every_s=0.05, mark=str(tmp_path / "outs" / "here"))
+    for where in ("tlora.beside._AGAIN_S", "tlora.actors.worker.AGAIN_S"):
+        monkeypatch.setattr(where, 0.01)
+    data = {"path": str(tmp_path / "rows.jsonl")}
+    stays, comes = (
+        toy.named_job(tmp_path, name, steps=500, save_every=500, data=data, output=str(tmp_path / "outs" / name))
+        for name in ("stays", "comes")
+    )
+    outs, away = tmp_path / "outs", tmp_path / "away"
+    outs.mkdir()
+    (outs / "here").touch()
+    desk.order(stays, comes)
+    desk.until(lambda report: all(name in report.jobs and report.jobs[name].step > 2 for name in ("stays", "comes")))
+    desk.order(stays)
+    saved = desk.until(lambda report: "comes" not in report.jobs).jobs["stays"].step
+    outs.rename(away)
+    outs.mkdir()
+    desk.order(stays, comes, attempt=1)
+    told = desk.until(lambda report: bool(report.jobs["comes"].reason) and report.jobs["stays"].step > saved + 20)
+    assert told.jobs["comes"].state is State.ATTACHING
+    assert "is the storage away?" in told.jobs["comes"].reason
+    assert not list(outs.iterdir())
+    step = read_meta(away / "comes")["step"]
+    outs.rmdir()
+    away.rename(outs)
+    desk.until(lambda report: report.jobs["comes"].state is State.RUNNING)
+    assert desk.worker.mailbox.report().jobs["comes"].step >= step
+    desk.order()
+    desk.until(lambda report: not report.jobs)
+    assert read_meta(stays.folder)["step"] > saved + 20
+
+
 def test_a_storage_that_stays_away_ends_the_job_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

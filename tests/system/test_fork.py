@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tlora.adapter import WEIGHTS
 from tlora.client import Client
-from tlora.errors import CheckpointError, StateError
+from tlora.errors import CheckpointError, SpecError, StateError
 from tlora.export import export_last
 from tlora.local import RunOptions, prepare, train
 from tlora.spec import JobSpec
@@ -26,8 +26,8 @@ class Played(Client):
             raise StateError("job a has written no adapter yet")
         if method == "submit":
             self.submitted += [JobSpec.model_validate(values) for values in arguments[0]]
-        answers = {"spec": self.spec.model_dump(mode="json"), "status": [{"output": self.spec.output}], "submit": []}
-        return answers[method]
+        rows = [{"name": spec.name, "output": spec.output} for spec in (self.spec, *self.submitted)]
+        return {"spec": self.spec.model_dump(mode="json"), "status": rows[:1] if arguments[0] else rows}.get(method, [])
 
 
 def test_a_fork_begins_with_the_last_save(tmp_path: Path) -> None:
@@ -47,4 +47,21 @@ def test_a_fork_begins_with_the_last_save(tmp_path: Path) -> None:
     export_last(spec.folder, tmp_path / "c")
     one, other = (load_file(Path(folder) / WEIGHTS) for folder in (first.adapter.init_from, tmp_path / "c"))
     assert one.keys() == other.keys()
+    assert all(part.equal(other[name]) for name, part in one.items())
+
+
+def test_a_fork_that_was_refused_leaves_nothing_for_the_next(tmp_path: Path) -> None:
+    toy.write_base(tmp_path)
+    specs = [toy.named_job(tmp_path, name, steps=4, save_every=2, seed=seed) for seed, name in enumerate("ab")]
+    options = RunOptions(device="cpu")
+    train(prepare(specs, options), options)
+    refuses, takes = map(Played, specs)
+    for new, change in (("x/y", "seed=1"), ("new", "optim.lr=low")):
+        with pytest.raises(SpecError, match=r"name = 'x/y'|optim\.lr = 'low'"):
+            refuses.fork("a", new, [change])
+    assert not (tmp_path / "new").exists()
+    export_last(specs[0].folder, tmp_path / "new" / "start")  # of a client that was killed before it could submit
+    takes.fork("b", "new")
+    export_last(specs[1].folder, tmp_path / "c")
+    one, other = (load_file(tmp_path / folder / WEIGHTS) for folder in ("new/start", "c"))
     assert all(part.equal(other[name]) for name, part in one.items())

@@ -1,6 +1,10 @@
 """Settings of a cluster, and the token of a local one."""
 
+import fcntl
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,14 +33,18 @@ def test_a_file_is_read_and_overridden(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max_workers: 2\n", "storage: Field required"),
-        ("storage: x\nworkers: 2\n", "workers: Extra inputs are not permitted"),
-        ("storage: x\ngpus_per_worker: 4\n", "gpus_per_worker: Input should be less than or equal to 1"),
+        ("max_workers: 2\n", "'storage' is missing."),
+        ("storage: x\nworkers: 2\n", "unknown key 'workers'. Did you mean 'max_workers'?"),
+        ("storage: x\ngpus_per_worker: 4\n", "gpus_per_worker = 4: want at most 1."),
         ("storage: s3://x\n", "outputs: want a folder for the jobs' outputs, for the storage is none"),
         ("storage: x\noutputs: gs://x\n", "outputs: want a folder that every node reaches"),
-        ("storage: x\nresize: sometimes\n", "resize: Input should be 'in_place' or 'restart'"),
+        ("storage: x\nresize: sometimes\n", "resize = 'sometimes': want one of 'in_place' or 'restart'."),
         ("storage: x\nplan: {shards: 9}\n", "plan: takes 9 workers; want at most max_workers, 8"),
-        ("storage: x\nplan: {shard: 2}\n", "shard: Extra inputs are not permitted"),
+        ("storage: x\nplan: {shard: 2}\n", "unknown key 'plan.shard'."),
+        ("storage: x\nplan: {shards: 2.5}\n", "plan.shards = 2.5: want an integer."),
+        ("storage: x\nplan: 2\n", "plan = 2: want a mapping."),
+        ("storage: x\nplan: best\n", "plan = 'best': want one of 'auto'."),
+        ("storage: x\nidle_s: .nan\n", "idle_s = nan: want a finite number."),
         ("storage: x\njobs_per_worker: 65\n", "jobs_per_worker: want at most 64 where several workers may hold a base"),
     ],
 )
@@ -80,6 +88,24 @@ def test_a_process_that_has_gone_is_no_cluster(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ClusterError, match="no cluster of yours runs here"):  # though a Ray of others may
         local_cluster.address()
     (tmp_path / "local_cluster.json").write_text(f'{{"pid": {os.getpid()}, "address": "127.0.0.1:1"}}')
-    assert local_cluster.address() == "127.0.0.1:1"
+    with (tmp_path / "local_cluster.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert local_cluster.address() == "127.0.0.1:1"
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
     assert local_cluster.address() == "elsewhere:1"
+
+
+def test_a_process_that_has_its_number_now_is_no_cluster_and_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart of the machine, or of a container whose home stays."""
+    monkeypatch.setenv("TLORA_HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        (tmp_path / "local_cluster.json").write_text(json.dumps({"pid": other.pid, "address": "127.0.0.1:1"}))
+        (tmp_path / "local_cluster.lock").touch()
+        with pytest.raises(ClusterError, match="no cluster of yours runs here"):
+            local_cluster.address()
+        local_cluster.stop()
+        other.communicate(b"\n")
+    assert other.returncode == 0

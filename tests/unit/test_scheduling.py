@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tlora.placement import Job, Worker
+from tlora.capacity import Load
+from tlora.placement import Job, Unmeasured, Worker
 from tlora.scheduling import ClusterState, Plan, Rules, schedule
 from tlora.sizing import Group
 
@@ -173,3 +174,21 @@ def test_the_same_state_gives_the_same_plan() -> None:
         for names in ("fedcba", "abcdef")
     )
     assert one == other
+
+
+def test_a_huge_batch_holds_nobody_up() -> None:
+    """What a job that may not be split would gain by so many workers is not asked."""
+    counted = 0
+
+    class Counting(Unmeasured):
+        def fastest_s(self, load: Load, gpus: int = 1) -> float:
+            nonlocal counted
+            counted += 1
+            assert counted < 1000
+            return super().fastest_s(load, gpus)
+
+    huge = job("huge", load=Load(rank=8, batch=10**9, length=2048))
+    made = ClusterState({"b": Counting(2)}, jobs_per_worker=2, groups={}, max_workers=4)
+    made.submit(huge)
+    made.submit(job("a"))
+    assert schedule(made, 0.0).starts == {"b": 1}

@@ -276,6 +276,7 @@ def test_specs_are_frozen_and_strict() -> None:
         ({"optim": {"lr": 1e39}}, "optim.lr = 1e+39: want at most 1e+09."),
         ({"adapter": {"alpha": 1e39}}, "adapter.alpha = 1e+39: want at most 1e+09."),
         ({"steps": 10**400}, "steps = "),
+        ({"data": {"path": "p", "max_length": 10**400}}, "data.max_length = "),
         ({"batch_size": 10**400}, "batch_size = "),
         ({"epochs": 1e308}, "epochs = 1e+308: want at most 1e+09."),
         ({"schedule": {"warmup_steps": 10**400}}, "schedule.warmup_steps = "),
