@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from tlora.kernels.tiles import Adapters, LossBlock, LossTable, Piece, RowTable, Site, Update
 
+_MOST_WIDE = 1 << 26
+"""Elements of a product that exist in float32 at a time."""
 _MASK = 0xFFFFFFFF
 
 
@@ -82,7 +84,9 @@ def add_wide(y_TN: torch.Tensor, x_TK: torch.Tensor, weight_KN: torch.Tensor) ->
     """Y += X W, rounded once. A young adapter adds less than half a unit in the last place of a half-precision X W:
     after a rounding of that nearly all of it would be lost, before it hardly any is. CUDA's `addmm_` rounds first."""
     if y_TN.is_cuda and y_TN.itemsize == 2:
-        y_TN.copy_(torch.mm(x_TK, weight_KN, out_dtype=torch.float32).add_(y_TN))
+        rows = max(1024, _MOST_WIDE // y_TN.shape[1])
+        for y, x in zip(y_TN.split(rows), x_TK.split(rows), strict=True):
+            y.copy_(torch.mm(x, weight_KN, out_dtype=torch.float32).add_(y))
     else:
         y_TN.addmm_(x_TK, weight_KN)
 
