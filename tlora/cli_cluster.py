@@ -138,16 +138,17 @@ def logs(
         while True:
             (row,) = client.status([name])
             has_ended = State(row["state"]).is_terminal
-            events = client.events(after, name)
-            for event in events:
-                when = datetime.fromtimestamp(event["time_s"]).isoformat(" ", "seconds")
-                typer.echo(f"{when} {name} {event['state']} {event['reason']}".rstrip())
-                after = event["number"]
+            while events := client.events(after, name):  # some at a time
+                for event in events:
+                    when = datetime.fromtimestamp(event["time_s"]).isoformat(" ", "seconds")
+                    typer.echo(f"{when} {name} {event['state']} {event['reason']}".rstrip())
+                after = events[-1]["number"]
             line, is_due = row_line(row), has_ended or time.monotonic() - told_s >= _PROGRESS_S
             if line and line != told and is_due:
                 told, told_s = line, time.monotonic()
-                typer.echo(f"{datetime.now().isoformat(' ', 'seconds')} {name} {line}")
-            if not follow or (not events and has_ended):
+                when = datetime.fromtimestamp(row["changed_s"] if has_ended else time.time()).isoformat(" ", "seconds")
+                typer.echo(f"{when} {name} {line}")
+            if not follow or has_ended:
                 return
             time.sleep(0.5)
 
