@@ -45,6 +45,8 @@ class Drive:
         self._register, self._name, self._call, self._counts_gpus = register, name, call, counts_gpus
         self._library = library
         self._told_s = 0.0
+        self._refused = ""
+        """Which fork could not be taken in, and why."""
 
     def run(self) -> None:
         """Until its wish is fulfilled, or there is another."""
@@ -78,12 +80,13 @@ class Drive:
     def _fork(self, sweep: SweepRun, wish: Wish) -> None:
         """Take in what this sweep has not taken in yet. One that cannot be is let alone, and the sweep goes on."""
         state = sweep.state
-        for changes in wish.forks[state.num_wished :]:
+        for fork in wish.forks[state.num_wished :]:
             state.num_wished += 1
             try:
-                sweep.change((), changes)
-            except TloraError as error:
-                log.error("sweep=%s its leader is not forked with %s: %s", self._name, " ".join(changes), error)
+                sweep.change((), fork["changes"], of=fork["of"])
+            except (TloraError, OSError, ValueError, KeyError, RuntimeError) as error:
+                self._refused = f"{fork['of']} is not forked with {' '.join(fork['changes'])}: {error}"
+                log.error("sweep=%s %s", self._name, self._refused)
                 state.save(sweep.spec.folder)
 
     def _is_to_stop(self, state: SweepState, wish: Wish) -> str | None:
@@ -97,7 +100,8 @@ class Drive:
     def _tell(self, state: SweepState, wish: Wish, now: State, reason: str = "") -> None:
         self._told_s = time.monotonic()
         halving = SweepSpec.model_validate(wish.spec).early_exit.halving
-        self._register.tell(self._name, row_of(state, halving, wish.number, now, reason, time.time()))
+        text = "; ".join(filter(None, (reason, self._refused)))
+        self._register.tell(self._name, row_of(state, halving, wish.number, now, text, time.time()))
 
 
 class ClusterPlaces:

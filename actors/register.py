@@ -15,7 +15,7 @@ from tlora.files import atomic_path
 from tlora.job import State
 from tlora.sweep import Halving
 from tlora.sweep_order import ahead
-from tlora.sweep_spec import SweepSpec, changes_of, parse_sweep
+from tlora.sweep_spec import SweepSpec, parse_sweep, refuse_fork
 from tlora.sweep_state import SweepState, refuse_changes, statuses
 
 _WISH, _ROW = ".wish.json", ".row.json"
@@ -30,8 +30,8 @@ class Wish:
     """PAUSED and CANCELLED are the others."""
     number: int = 1
     submitted_s: float = 0.0
-    forks: Sequence[Sequence[str]] = ()
-    """Of its leader, each with changes (`dotted.key=value`); those that it has taken in stay here."""
+    forks: Sequence[Mapping[str, Any]] = ()
+    """Of its leaders: `of`, with `changes` (`dotted.key=value`), asked for by `key`. Those that were taken up stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +123,21 @@ class Register:
         self._wish(spec.name, replace(known, spec=values, state=State.RUNNING, number=known.number + 1))
         return True
 
-    def fork(self, name: str, changes: Sequence[str]) -> str:
-        """Have one more candidate, the leader with changes, from its best adapter; the leader's name. Raises StateError
-        if there is none, SpecError if that would be no job."""
+    def fork(self, name: str, key: str, changes: Sequence[str]) -> str:
+        """Have one more candidate, the leader with changes, from its best adapter; the leader's name. Asked again by
+        the same key, nothing more. Raises StateError if none leads, SpecError if that would be no candidate."""
         known = self.wish(name)
+        if asked := [fork for fork in known.forks if fork["key"] == key]:
+            return str(asked[0]["of"])
         spec = parse_sweep(known.spec)
         state = SweepState.load(spec.folder)
         if known.state is State.CANCELLED:
             raise StateError(f"sweep {name} is cancelled: its leader cannot be forked. Submit it under another name.")
         if state is None or state.leader is None:
             raise StateError(f"sweep {name}: no candidate leads yet, so there is none to fork. Wait for an evaluation.")
-        spec.candidate(len(state.candidates), {**state.leader.values, **changes_of(changes)})
-        self._wish(name, replace(known, number=known.number + 1, forks=(*known.forks, tuple(changes))))
+        refuse_fork(spec, state.leader.values, changes)
+        fork = {"key": key, "of": state.leader.name, "changes": list(changes)}
+        self._wish(name, replace(known, number=known.number + 1, forks=(*known.forks, fork)))
         return state.leader.name
 
     def want(self, name: str, state: State) -> None:

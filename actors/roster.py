@@ -462,7 +462,10 @@ class Roster:
     def _row(self, entry: Entry) -> dict[str, Any]:
         told = self.progress.get(entry.name)
         seen = self.workers.get(entry.place)
-        waits = {State.QUEUED: self.waits.get(entry.name), State.ATTACHING: told and told.reason}.get(entry.state)
+        waits = {
+            State.QUEUED: self.waits.get(entry.name),
+            State.ATTACHING: told.reason if told and told.attempt == entry.attempt else None,
+        }.get(entry.state)
         return {
             "name": entry.name,
             "state": entry.state.value,

@@ -97,12 +97,12 @@ class Scheduler:
         self._drive()
         return is_new
 
-    def fork_leader(self, name: str, changes: Sequence[str]) -> str:
-        """One more candidate of a sweep, its leader with changes; the leader's name."""
+    def fork_leader(self, name: str, key: str, changes: Sequence[str]) -> str:
+        """One more candidate of a sweep, its leader with changes, once for each key; the leader's name."""
         with self._wishing:
             if name not in self._sweeps.names():
                 raise StateError(f"{name} is no sweep. Give the new job's name too, to fork a job.")
-            leader = self._sweeps.fork(name, changes)
+            leader = self._sweeps.fork(name, key, changes)
         self._drive()
         return leader
 
@@ -197,15 +197,17 @@ class Scheduler:
         with self._lock:
             self._is_closed = True
             self._roster.let_go_of_all(time.time())
-        sweeps.stop()
-        deadline_s = time.monotonic() + _CLOSE_S
-        while time.monotonic() < deadline_s and self._is_busy():
-            time.sleep(_PLAN_S)
-        for name in group.names():
-            group.end(name)
-        with self._lock:
-            self._roster.journal.close()
-        threading.Timer(_LEAVE_S, ray.kill, [ray.get_runtime_context().current_actor]).start()
+        try:
+            sweeps.stop()
+            deadline_s = time.monotonic() + _CLOSE_S
+            while time.monotonic() < deadline_s and self._is_busy():
+                time.sleep(_PLAN_S)
+            for name in group.names():
+                group.end(name)
+            with self._lock:
+                self._roster.journal.close()
+        finally:
+            threading.Timer(_LEAVE_S, ray.kill, [ray.get_runtime_context().current_actor]).start()
 
     def _is_busy(self) -> bool:
         with self._lock:
@@ -377,7 +379,10 @@ def connect(spec: ClusterSpec | None = None) -> Any:
         .remote(spec.model_dump())
     )
     try:
+        ray.get(actor.version.remote())
         is_closed = ray.get(actor.is_closed.remote())
+    except ray.exceptions.RayTaskError:  # another version, which does not know of it
+        is_closed = False
     except ray.exceptions.RayActorError as error:
         raise ClusterError(f"the scheduler did not start: {str(error).strip().splitlines()[-1]}") from None
     if is_closed:

@@ -28,7 +28,7 @@ from tlora.packing import Item, pack
 from tlora.spec import AdapterSpec, BaseSpec
 from tlora.supermodel import SuperModel
 
-RANK, SIZE, GOAL = 64, 1e-4, 0.9
+RANK, SIZE, GOAL, LEAST = 64, 1e-4, 0.9, 1e-3
 SPEC = AdapterSpec(rank=RANK, alpha=RANK, targets="all-linear")
 
 
@@ -97,7 +97,7 @@ class Bench:
             b.copy_(value)
             self.state.publish()
             losses.append(self.loss(self.model))
-        return (losses[1] - losses[0]) / self.effect
+        return max((losses[1] - losses[0]) / self.effect, LEAST)
 
     @torch.no_grad()
     def share_with_peft(self) -> float:
@@ -110,7 +110,7 @@ class Bench:
             linear.lora_A["default"].weight.copy_(site.a_RK)
             linear.lora_B["default"].weight.copy_(site.b_NR)
         losses.append(float(model(input_ids=ids, labels=ids).loss))
-        return (losses[1] - losses[0]) / self.effect
+        return max((losses[1] - losses[0]) / self.effect, LEAST)
 
 
 @contextmanager

@@ -215,7 +215,7 @@ def _wide(
         tile = routes.thin(x).expand
         tiles = _count_tiles(columns, tile.columns)
         product.expand[triton.cdiv(T, tile.rows), triton.cdiv(tiles, _EXPANDED)](
-            y, bias, low, *owners, sites, T, slots, N, columns, tiles, _EXPANDED, modules, low.shape[-1], backward,
+            y, low, *owners, sites, T, slots, N, columns, tiles, _EXPANDED, modules, low.shape[-1], backward,
             training, tile.rows, tile.columns, routes.precision(x),
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
@@ -236,7 +236,7 @@ def _wide(
 
     def library() -> None:
         expand()
-        reference.add_wide(y, x, weight if backward else weight.T)
+        reference.add_wide(y, x, weight if backward else weight.T, bias)
 
     size = min(8192, max(256, triton.next_power_of_2(T)))
     key = f"{'backward' if backward else 'forward'} {x.dtype} {size}x{x.shape[1]}->{N} {spans}"

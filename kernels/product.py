@@ -172,7 +172,7 @@ def _store(y, bias, total, rows, i_n, end_n, T, N):
 
 
 @triton.jit
-def _expand_alone(y, bias, low, segment, sites, slot, counters_T, rows, tile_0, tile_1, T, SLOTS, N, COLUMNS,
+def _expand_alone(y, low, segment, sites, slot, counters_T, rows, tile_0, tile_1, T, SLOTS, N, COLUMNS,
                   SUMMED: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr, TRAINING: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr):
     """Column tiles of a row tile that one job owns, of ranks up to BR: one loop over tiles and modules, so that what
@@ -196,15 +196,15 @@ def _expand_alone(y, bias, low, segment, sites, slot, counters_T, rows, tile_0, 
             acc = _drop(acc, segment, site, counters_T, rows, rows < T, i_n)
         total += acc
         if step % SUMMED == SUMMED - 1:
-            _store(y, bias, total, rows, i_n, end_n, T, N)
+            _store(y, None, total, rows, i_n, end_n, T, N)
             total = tl.zeros((BM, BN), tl.float32)
 
 
 @triton.jit
-def expand(y, bias, low, segment_T, segments, counters_T, sites, T, SLOTS, N, COLUMNS, TILES_N, COUNT,
+def expand(y, low, segment_T, segments, counters_T, sites, T, SLOTS, N, COLUMNS, TILES_N, COUNT,
            MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr, TRAINING: tl.constexpr, BM: tl.constexpr,
            BN: tl.constexpr, PRECISION: tl.constexpr):
-    """y [T, N] = its low-rank part and the bias; backward the sum over MODULES, each with its own mask. Grid (row
+    """y [T, N] = its low-rank part; backward the sum over MODULES, each with its own mask. Grid (row
     tiles, column tiles by COUNT)."""
     SUMMED: tl.constexpr = MODULES if BACKWARD else 1
     tile_m, tile_0 = tl.program_id(0), tl.program_id(1) * COUNT
@@ -226,10 +226,10 @@ def expand(y, bias, low, segment_T, segments, counters_T, sites, T, SLOTS, N, CO
                 total += _low_rank(tl.zeros((BM, BN), tl.float32), low + tl.cast(at, tl.int64) * T * LOW, segment_0,
                                    segment_1, segments, sites + at * SLOTS * FIELDS, counters_T, rows, i_n, first_n,
                                    end_n, A if BACKWARD else B, LOW, BACKWARD and TRAINING, PRECISION)
-            _store(y, bias, total, rows, i_n, end_n, T, N)
+            _store(y, None, total, rows, i_n, end_n, T, N)
     elif rank > 16:
-        _expand_alone(y, bias, low, segment, sites, slot, counters_T, rows, tile_0, tile_1, T, SLOTS, N, COLUMNS,
+        _expand_alone(y, low, segment, sites, slot, counters_T, rows, tile_0, tile_1, T, SLOTS, N, COLUMNS,
                       SUMMED, LOW, BACKWARD, TRAINING, BM, BN, 64, PRECISION)
     else:
-        _expand_alone(y, bias, low, segment, sites, slot, counters_T, rows, tile_0, tile_1, T, SLOTS, N, COLUMNS,
+        _expand_alone(y, low, segment, sites, slot, counters_T, rows, tile_0, tile_1, T, SLOTS, N, COLUMNS,
                       SUMMED, LOW, BACKWARD, TRAINING, BM, BN, 16, PRECISION)

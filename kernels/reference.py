@@ -76,38 +76,48 @@ def gated_backward(d: torch.Tensor, y: torch.Tensor, act: str) -> torch.Tensor:
     return torch.cat([slope(d * up, gate), d * ACTS[act](gate)], -1)
 
 
-def _biases(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    return x_TK.new_zeros(len(x_TK), len(weight_NK)) if bias_N is None else bias_N.repeat(len(x_TK), 1)
-
-
-def add_wide(y_TN: torch.Tensor, x_TK: torch.Tensor, weight_KN: torch.Tensor) -> None:
-    """Y += X W, rounded once. A young adapter adds less than half a unit in the last place of a half-precision X W:
-    after a rounding of that nearly all of it would be lost, before it hardly any is. CUDA's `addmm_` rounds first."""
-    if y_TN.is_cuda and y_TN.itemsize == 2:
+def add_wide(
+    y_TN: torch.Tensor, x_TK: torch.Tensor, weight_KN: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> None:
+    """Y += X W + b, rounded once. A young adapter adds less than half a unit in the last place of a half-precision X W,
+    or b: after a rounding of these nearly all of it would be lost, before it hardly any is. CUDA's `addmm_` rounds
+    first."""
+    if y_TN.itemsize == 2 and (y_TN.is_cuda or bias_N is not None):
         rows = max(1024, _MOST_WIDE // y_TN.shape[1])
         for y, x in zip(y_TN.split(rows), x_TK.split(rows), strict=True):
-            y.copy_(torch.mm(x, weight_KN, out_dtype=torch.float32).add_(y))
+            total = _wide(x, weight_KN).add_(y)
+            y.copy_(total if bias_N is None else total.add_(bias_N))
     else:
         y_TN.addmm_(x_TK, weight_KN)
+        if bias_N is not None:
+            y_TN += bias_N
 
 
-def _add_wide(y_TN: torch.Tensor, x_TK: torch.Tensor, weight_KN: torch.Tensor, rows: RowTable) -> None:
+def _wide(x_TK: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
+    if x_TK.is_cuda:
+        return torch.mm(x_TK, weight_KN, out_dtype=torch.float32)
+    return x_TK.float() @ weight_KN.float()
+
+
+def _add_wide(
+    y_TN: torch.Tensor, x_TK: torch.Tensor, weight_KN: torch.Tensor, rows: RowTable, bias_N: torch.Tensor | None
+) -> None:
     """In deterministic mode block by block: a product's bits depend on how many rows it has."""
     blocks = rows.blocks if rows.per_sequence else [len(x_TK)]
     for y, x in zip(y_TN.split(blocks), x_TK.split(blocks), strict=True):
-        add_wide(y, x, weight_KN)
+        add_wide(y, x, weight_KN, bias_N)
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, weight_NK, bias_N, rows, adapters):  # type: ignore[no-untyped-def]
-        y_TN = _biases(x_TK, weight_NK, bias_N)
+        y_TN = x_TK.new_zeros(len(x_TK), len(weight_NK))
         lows = []
         for piece, site, span in _adapted(rows, adapters):
             s_TR = _dropped(x_TK[piece.span], piece, site, rows) @ site.a_RK.T
             y_TN[piece.span, span].addmm_(s_TR, site.b_NR.T, alpha=site.scale)
             lows.append(s_TR)
-        _add_wide(y_TN, x_TK, weight_NK.T, rows)
+        _add_wide(y_TN, x_TK, weight_NK.T, rows, bias_N)
         ctx.save_for_backward(x_TK, weight_NK, *lows)
         ctx.rows, ctx.adapters = rows, adapters
         return y_TN
@@ -124,7 +134,7 @@ class _LoraLinear(torch.autograd.Function):
             add_product(site.grad_b_NR, dy, s_TR, site.scale)
             add_product(site.grad_a_RK, ds_TR, _dropped(x_TK[piece.span], piece, site, rows))
             dx_TK[piece.span] += _dropped(ds_TR @ site.a_RK, piece, site, rows)
-        _add_wide(dx_TK, dy_TN, weight_NK, rows)
+        _add_wide(dx_TK, dy_TN, weight_NK, rows, None)
         return dx_TK, None, None, None, None
 
 
@@ -244,8 +254,8 @@ def by_blocks(
         else:
             x = dropped(h, site, block.step, rows.tables.counters_T[at], rows.training)
             low = x @ site.a_RK.T
-            raw = _biases(h, weight_VH, bias_V).addmm_(low, site.b_NR.T, alpha=site.scale)
-            add_wide(raw, h, weight_VH.T)
+            raw = h.new_zeros(len(h), len(weight_VH)).addmm_(low, site.b_NR.T, alpha=site.scale)
+            add_wide(raw, h, weight_VH.T, bias_V)
         losses_M[block.span] = rows_loss(raw, loss.targets_M[block.span], loss.weights_M[block.span])
         if d_hidden_TH is not None:
             d_raw = raw  # overwritten by its gradient

@@ -53,6 +53,8 @@ PINNED = Tile(128, 256, 64, 8, 8, 3)
 """The one shape of deterministic mode."""
 _TILES = {"128x256": PINNED, "128x128": Tile(128, 128, 64, 8, 4, 4), "64x128": Tile(64, 128, 64, 8, 4, 4)}
 _LIBRARY = "library"
+_MEASURED = ("product.py", "routes.py", "lora_linear.py", "reference.py")
+"""Files that what was measured depends on."""
 
 
 def is_fused(tensor: Tensor) -> bool:
@@ -164,7 +166,7 @@ def _medians_ms(ways: Mapping[str, Callable[[], None]]) -> dict[str, float]:
 def _file(gpu: str) -> Path:
     """What was measured with other kernels is not read again."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tlora" / "products"
-    code = b"".join(Path(__file__).with_name(name).read_bytes() for name in ("product.py", "routes.py"))
+    code = b"".join(Path(__file__).with_name(name).read_bytes() for name in _MEASURED)
     made_by = f"torch-{torch.__version__}_triton-{triton.__version__}_{hashlib.sha256(code).hexdigest()[:8]}"
     return folder / f"{gpu.replace(' ', '-')}_{made_by}.json"
 

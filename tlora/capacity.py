@@ -301,12 +301,12 @@ class PeftModel:
 class Learner:
     """A model of one base that is refined by measured ticks: what a profile said, replaced where ticks say more.
 
-    Ticks are kept by their size, to a half power of two, and number of jobs, each as a running mean. What only the
-    profile knows is taken to be as much slower or faster as the measured ticks are.
+    Ticks are kept by their size, to a half power of two, their number of jobs and mean rank, each as a running
+    mean. What only the profile knows is taken to be as much slower or faster as the measured ticks are.
     """
 
     def __init__(self, prior: BaseModel | None = None):
-        self._prior, self._kept = prior, dict[tuple[int, int], Tick]()
+        self._prior, self._kept = prior, dict[tuple[int, int, int], Tick]()
         self.model = prior
         """Another one only when that foretells the ticks clearly better: what is planned by it need not change else."""
         self.is_sure = prior is not None
@@ -358,8 +358,9 @@ class Learner:
         return True
 
 
-def _cell(tick: Tick) -> tuple[int, int]:
-    return round(2 * math.log2(max(tick.tokens, 1))), tick.jobs
+def _cell(tick: Tick) -> tuple[int, int, int]:
+    rank = round(math.log2(max(tick.rank_sum / max(tick.jobs, 1), 1)))
+    return round(2 * math.log2(max(tick.tokens, 1))), tick.jobs, rank
 
 
 def _memory_of(gpu: str) -> float:

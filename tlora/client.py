@@ -10,6 +10,7 @@ Jobs run on when their client is gone. Calls are idempotent; one that the schedu
 
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError, TloraError
 from tlora.job import State
 from tlora.local_cluster import address, authenticate
-from tlora.paths import absolute, absolute_sweep
+from tlora.paths import absolute, absolute_changes, absolute_sweep
 from tlora.spec import JobSpec, override, parse_job
 from tlora.sweep_spec import SweepSpec
 
@@ -139,8 +140,10 @@ class Client:
         that was refused has left is replaced."""
         from tlora.export import export_last
 
-        if new not in (row["name"] for row in self.status()):
-            shutil.rmtree(start, ignore_errors=True)
+        if start.exists() and new not in (row["name"] for row in self.status()):
+            if not (start / "adapter_config.json").exists():
+                raise StateError(f"job {new}: {start} is there already, and no adapter. Choose another name.")
+            shutil.rmtree(start)
         if not start.exists():
             export_last(output, start)
         return start
@@ -148,7 +151,7 @@ class Client:
     def fork_leader(self, sweep: str, changes: Sequence[str] = ()) -> str:
         """Have one more candidate in a sweep: its leader with changes (`dotted.key=value`), from the leader's best
         adapter. Returns the leader's name. Raises StateError if none leads yet."""
-        return str(self._call("fork_leader", sweep, list(changes)))
+        return str(self._call("fork_leader", sweep, secrets.token_hex(8), absolute_changes(changes)))
 
     def wait(
         self, names: Sequence[str], watch: Callable[[list[Row]], None] = lambda rows: None, every_s: float = _POLL_S

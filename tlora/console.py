@@ -143,6 +143,8 @@ def print_outcome(console: Console, progress: "Sequence[Progress]") -> None:
 
 def print_leaderboard(console: Console, state: "SweepState", folder: Path) -> None:
     """A sweep's candidates, the best first, and what they took."""
+    from tlora.checkpoint import BEST
+
     table = Table("", "candidate", "best loss", "samples", "state", "fields", "why", box=None, pad_edge=False)
     for rank, one in enumerate(state.ranking(), 1):
         fields = ", ".join(f"{key} {value}" for key, value in one.values.items())
@@ -156,7 +158,7 @@ def print_leaderboard(console: Console, state: "SweepState", folder: Path) -> No
     if state.stopped:
         text += f" It ended early: {state.stopped}; go on with --resume."
     if state.leader is not None:
-        text += f" The best adapter is in {folder / 'best'}, the report in {folder / 'report.html'}."
+        text += f" The best adapter is in {folder / BEST}, the report in {folder / 'report.html'}."
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -8,17 +8,19 @@ from typing import Any
 from tlora import environment
 from tlora.checkpoint import load_job_state
 from tlora.errors import CheckpointError, StateError
-from tlora.paths import absolute
 from tlora.resident import Phase, ResidentJob
 from tlora.spec import differences, parse_job
 from tlora.supermodel import SuperModel
+
+_FOUND = ("base.model", "data.path", "data.eval_path", "adapter.init_from")
+"""What may be named otherwise, or lie elsewhere by now: what was read says whether it is the same."""
 
 
 def describe(job: ResidentJob, supermodel: SuperModel) -> dict[str, Any]:
     """What a saved state says of itself, beside the job's vectors."""
     assert job.tracker is not None
     return {
-        "spec": absolute(job.spec).model_dump(mode="json"),
+        "spec": job.spec.model_dump(mode="json"),
         "step": job.step,
         "num_steps": job.num_steps,
         "tokens": job.tokens,
@@ -43,7 +45,7 @@ def restore(job: ResidentJob, supermodel: SuperModel, *, resume: bool) -> str | 
     if not resume:
         raise StateError(f"{folder.path} holds a saved state already. Resume it, or choose another output.")
     tensors, meta = load_job_state(folder.path)
-    changed = differences(absolute(parse_job(meta["spec"])), absolute(job.spec))
+    changed = differences(parse_job(meta["spec"]), job.spec, but=_FOUND)
     if changed:
         raise CheckpointError(
             f"{folder.path} was saved with other settings: {'; '.join(changed)}. Put them back, or remove the folder "

@@ -66,22 +66,27 @@ def start(port: int = 6399) -> str:
                f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
                f"--temp-dir={path.parent / 'ray'}"]  # fmt: skip
     environment = {**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    with log.open("w") as out, path.with_suffix(".lock").open("w") as lock:
+    where = f"127.0.0.1:{port}"
+    with path.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ClusterError("another `tlora up` starts Ray on this machine just now. Wait for it.") from None
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, start_new_session=True, env=environment, pass_fds=[lock.fileno()]
-        )
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=out, start_new_session=True, env=environment, pass_fds=[lock.fileno()]
+            )
+        path.write_text(
+            json.dumps({"pid": process.pid, "address": where})
+        )  # first, for who ends it if this one is killed
     deadline_s = time.monotonic() + _START_S
     while "Ray runtime started" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline_s:
             process.terminate()
+            path.unlink()
             raise ClusterError(f"Ray did not start on this machine; its last words are in {log}.")
         time.sleep(0.2)
-    path.write_text(json.dumps({"pid": process.pid, "address": f"127.0.0.1:{port}"}))
-    return f"127.0.0.1:{port}"
+    return where
 
 
 def stop() -> None:

@@ -2,11 +2,14 @@
 from elsewhere.
 """
 
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 
 from tlora.spec import JobSpec
 from tlora.sweep_spec import SweepSpec
+
+_PATHS = ("base.model", "data.path", "data.eval_path", "adapter.init_from")
 
 
 def absolute(spec: JobSpec) -> JobSpec:
@@ -24,20 +27,38 @@ def absolute(spec: JobSpec) -> JobSpec:
 
 def absolute_sweep(spec: SweepSpec) -> SweepSpec:
     """The same for a sweep, in its job and in its space."""
+    return _mapped(spec, found)
+
+
+def by_name(spec: SweepSpec) -> SweepSpec:
+    """With nothing of each path but its last name: the same wherever its files lie, and however they are named."""
+    return _mapped(spec, lambda text: Path(text).name)
+
+
+def absolute_changes(changes: Sequence[str]) -> list[str]:
+    """The same of changes (`dotted.key=value`)."""
+    pairs = [text.partition("=") for text in changes]
+    return [
+        f"{key}={found(value.strip())}" if key.strip() in _PATHS else f"{key}{sign}{value}"
+        for key, sign, value in pairs
+    ]
+
+
+def found(text: str) -> str:
+    """Where a file lies, if there is one; else it may be a hub's."""
+    return str(Path(text).absolute()) if Path(text).exists() else text
+
+
+def _mapped(spec: SweepSpec, change: Callable[[str], str]) -> SweepSpec:
     job, space = deepcopy(spec.job), dict(spec.space)
-    for key in ("base.model", "data.path", "data.eval_path", "adapter.init_from"):
+    for key in _PATHS:
         section, field = key.split(".")
         if isinstance(job.get(section), dict) and job[section].get(field):
-            job[section][field] = _found(job[section][field])
+            job[section][field] = change(job[section][field])
         if key in space and space[key].choice:
-            space[key] = space[key].model_copy(update={"choice": [_found(text) for text in space[key].choice or ()]})
+            space[key] = space[key].model_copy(update={"choice": [change(text) for text in space[key].choice or ()]})
     return spec.model_copy(update={"job": job, "space": space})
 
 
-def recorded_sweep(spec: SweepSpec) -> SweepSpec:
-    """The same with its output, as a sweep's folder holds it."""
-    return absolute_sweep(spec).model_copy(update={"output": str(Path(spec.output).absolute())})
-
-
 def _found(text: str | None) -> str | None:
-    return str(Path(text).absolute()) if text and Path(text).exists() else text
+    return found(text) if text else text

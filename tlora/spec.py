@@ -316,10 +316,10 @@ def parse_job(values: Mapping[str, Any], where: str = "job") -> JobSpec:
         raise SpecError("\n".join(f"{where}: {line}" for line in explain(error))) from None
 
 
-def differences(old: JobSpec, new: JobSpec) -> list[str]:
-    """The dotted fields in which two jobs differ, with both values, of those that decide what is computed."""
+def differences(old: JobSpec, new: JobSpec, but: Sequence[str] = ()) -> list[str]:
+    """The dotted fields in which two jobs differ, with both values, of those that decide what is computed, but some."""
     a, b = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
-    kept = [key for key in sorted(a.keys() | b.keys()) if key not in _FREE and not key.startswith("tracking.")]
+    kept = [key for key in sorted(a.keys() | b.keys()) if key not in (*_FREE, *but) and not key.startswith("tracking.")]
     return [f"{key}: {a.get(key)!r} was, {b.get(key)!r} is asked" for key in kept if a.get(key) != b.get(key)]
 
 

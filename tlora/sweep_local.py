@@ -14,7 +14,6 @@ from tlora.errors import SpecError, TloraError
 from tlora.halting import Halts, samples_of
 from tlora.job import JobRecord, State
 from tlora.local import Progress, RunOptions, Watch
-from tlora.paths import recorded_sweep
 from tlora.resident import ResidentJob, longest_rows
 from tlora.spec import JobSpec
 from tlora.supermodel import SuperModel
@@ -59,7 +58,7 @@ def run_sweep(
         places = LocalPlaces(options, spec.places, watch)
         sweep = SweepRun(
             spec,
-            state or SweepState(spec=recorded_sweep(spec).model_dump(mode="json")),
+            state or SweepState(spec=spec.model_dump(mode="json")),
             places,
             lambda: "it was stopped" if stopped() else None,
         )

@@ -23,7 +23,7 @@ from tlora.resident import ResidentJob, digest
 from tlora.spec import JobSpec
 from tlora.sweep import Curve, Halt, interval, samples_at
 from tlora.sweep_report import write_results
-from tlora.sweep_spec import SweepSpec, Values, changes_of, draw
+from tlora.sweep_spec import SweepSpec, Values, changes_of, draw, refuse_fork
 from tlora.sweep_state import Candidate, Status, SweepState
 from tlora.tracking import METRICS, read_metrics
 
@@ -92,18 +92,21 @@ class SweepRun:
         self._read: dict[Hashable, JobData] = {}
         self._counted_s = self._saved_s = time.monotonic()
 
-    def change(self, revive: Sequence[str], fork: Sequence[str]) -> None:
-        """Reverse exits, and fork the leader."""
+    def change(self, revive: Sequence[str], fork: Sequence[str], of: str = "") -> None:
+        """Reverse exits, and fork the leader, or who led when that was asked for."""
         for name in revive:
             one = self.state[name]
             if one.status is not Status.EXITED:
                 raise SpecError(f"candidate {name} is {one.status}; want one that has exited, to revive it.")
             one.revive()
         if fork:
-            leader = self.state.leader
+            leader = self.state[of] if of else self.state.leader
             if leader is None:
                 raise SpecError(f"sweep {self.spec.name}: no candidate leads yet, so there is none to fork.")
-            start = str(self._spec_of(leader).folder / BEST)
+            refuse_fork(self.spec, leader.values, fork)
+            mine = self._spec_of(leader)
+            self._data(mine)  # whose validation rows the fork's are to be
+            start = str(mine.folder / BEST)
             self._add([{**leader.values, **changes_of(fork), "adapter.init_from": start}], is_fork=True)
 
     def run(self) -> None:

@@ -261,10 +261,8 @@ def _faults(spec: SweepSpec) -> Iterator[str]:
             yield f"space.{key}: is a section; want one of its fields, such as {key}.{_first_field(key, known)}."
         elif key not in known:
             yield f"space: {unknown_key(key)}"
-        elif key.split(".")[0] in _OWNED:
-            yield f"space.{key}: is the sweep's to set; want another field."
-        elif key.startswith("base."):
-            yield f"space.{key}: losses of two bases do not compare; want one sweep a base."
+        elif why := _why_owned(key):
+            yield f"space.{key}: {why}"
         elif key == "seed" and (spec.job.get("data") or {}).get("eval_fraction"):
             yield "space.seed: data.eval_fraction holds out other rows for each seed. Set data.eval_path instead."
         elif spec.sampler.name == "grid" and domain.size == math.inf:
@@ -275,6 +273,24 @@ def _faults(spec: SweepSpec) -> Iterator[str]:
         yield "budget.configurations: a grid is trained whole. Remove it, or set sampler.name to random."
     if spec.early_exit.halving and spec.early_exit.halving.warmup * spec.early_exit.evaluations < 1:
         yield "early_exit.halving.warmup: ends before the first evaluation. Raise it, or early_exit.evaluations."
+
+
+def _why_owned(key: str) -> str:
+    """Why a field may not differ between candidates; empty if it may."""
+    if key.split(".")[0] in _OWNED:
+        return "is the sweep's to set; want another field."
+    return "losses of two bases do not compare; want one sweep a base." if key.startswith("base.") else ""
+
+
+def refuse_fork(spec: SweepSpec, values: Values, texts: Sequence[str]) -> None:
+    """Raise SpecError if a candidate's values, changed so, are no candidate."""
+    changes = changes_of(texts)
+    if not changes:
+        raise SpecError(f"sweep {spec.name}: a fork wants changes, such as --set optim.lr=1e-4.")
+    for key in changes:
+        if why := _why_owned(key):
+            raise SpecError(f"{key}: {why}")
+    spec.candidate(0, {**values, **changes})
 
 
 def _edge_faults(spec: SweepSpec) -> Iterator[str]:

@@ -12,12 +12,12 @@ from typing import Any
 
 from tlora.errors import CheckpointError, SpecError
 from tlora.files import atomic_path
-from tlora.paths import recorded_sweep
+from tlora.paths import by_name
 from tlora.sweep import Curve, Halving, Reading, Verdict
 from tlora.sweep_spec import Result, SweepSpec, Values, parse_sweep
 
 _FILE, _FORMAT = "sweep.json", 1
-_FREE = ("budget", "places", "save_every_evaluations")  # may change between a stop and its resume
+_FREE = ("budget", "places", "save_every_evaluations", "output")  # may change between a stop and its resume
 
 
 class Status(StrEnum):
@@ -131,7 +131,7 @@ class SweepState:
             raise SpecError(
                 f"budget.configurations = {spec.num_configurations}: {drawn} are drawn already; want as many or more."
             )
-        self.spec, self.stopped = recorded_sweep(spec).model_dump(mode="json"), ""
+        self.spec, self.stopped = spec.model_dump(mode="json"), ""
 
     def __getitem__(self, name: str) -> Candidate:
         for one in self.candidates:
@@ -225,7 +225,7 @@ class SweepState:
 
 def refuse_changes(old: Mapping[str, Any], spec: SweepSpec) -> None:
     """Raise SpecError if a sweep is to go on with other settings than its budget and the like."""
-    old, new = (recorded_sweep(each).model_dump(mode="json") for each in (parse_sweep(old), spec))
+    old, new = (by_name(each).model_dump(mode="json") for each in (parse_sweep(old), spec))
     if changed := [key for key in new if key not in _FREE and new[key] != old.get(key)]:
         lines = [f"{key}: {old.get(key)!r} was, {new[key]!r} is asked" for key in changed]
         raise SpecError(f"{spec.folder} holds a sweep with other settings: {'; '.join(lines)}. Put them back.")

@@ -51,7 +51,7 @@ def test_a_fork_of_its_leader_is_one_more_wish(tmp_path: Path) -> None:
     book = Register(tmp_path)
     book.submit(sweep(), 5.0)
     with pytest.raises(StateError, match="no candidate leads yet"):
-        book.fork("s", ["optim.lr=1e-3"])
+        book.fork("s", "first", ["optim.lr=1e-3"])
     state = begin({"s-000": 96, "s-001": 96}, EarlyExit(), 6)
     for one, loss in zip(state.candidates, (2.0, 1.0), strict=True):
         one.values, one.best_loss, one.best_samples = {"adapter.rank": 4}, loss, 6
@@ -59,16 +59,29 @@ def test_a_fork_of_its_leader_is_one_more_wish(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     state.save(folder)
     book.tell("s", Row(1, State.FINISHED))
-    with pytest.raises(SpecError, match=r"optim\.lr"):
-        book.fork("s", ["optim.lr=fast"])
+    for changes, says in (
+        (["optim.lr=fast"], r"optim\.lr = 'fast'"),
+        ([], "a fork wants changes"),
+        (["base.model=other"], "losses of two bases do not compare"),
+        (["name=x"], "is the sweep's to set"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            book.fork("s", "first", changes)
     assert not book.is_open("s")
-    assert book.fork("s", ["optim.lr=1e-3", "epochs=2"]) == "s-001"
+    assert book.fork("s", "first", ["optim.lr=1e-3", "epochs=2"]) == "s-001"
+    state.candidates[0].best_loss = 0.5
+    state.save(folder)
+    assert book.fork("s", "first", ["optim.lr=1e-3", "epochs=2"]) == "s-001"  # asked again: it is the same
+    assert book.fork("s", "second", ["epochs=2"]) == "s-000"
     assert book.is_open("s")
     assert book.submit(sweep(budget={"configurations": 2}), 6.0)
-    assert [list(changes) for changes in book.wish("s").forks] == [["optim.lr=1e-3", "epochs=2"]]
+    assert [(fork["of"], fork["changes"]) for fork in book.wish("s").forks] == [
+        ("s-001", ["optim.lr=1e-3", "epochs=2"]),
+        ("s-000", ["epochs=2"]),
+    ]
     book.want("s", State.CANCELLED)
     with pytest.raises(StateError, match="its leader cannot be forked"):
-        book.fork("s", [])
+        book.fork("s", "third", ["epochs=2"])
 
 
 def test_what_is_expected_of_candidates_is_known_until_they_end(tmp_path: Path) -> None:

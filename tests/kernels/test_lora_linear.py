@@ -450,7 +450,7 @@ def test_per_sequence_products_see_one_block_each(monkeypatch: pytest.MonkeyPatc
     """A product's bits may depend on its number of rows, though not on every machine and for every shape."""
     seen, real = [], reference.add_wide
     case = few(per_sequence=True)
-    monkeypatch.setattr(reference, "add_wide", lambda y, x, weight: (seen.append(len(x)), real(y, x, weight)))
+    monkeypatch.setattr(reference, "add_wide", lambda y, x, *others: (seen.append(len(x)), real(y, x, *others)))
     ours(case)
     assert seen == [*case.batch.rows.blocks, *case.batch.rows.blocks]
 

@@ -148,7 +148,9 @@ def test_replayed_gradients_are_those_of_plain_ticks() -> None:
             assert torch.isfinite(losses).all()
         for theirs, mine, right in zip(*states, strict=True):
             assert right.grad.any()
-            assert toy.off(mine.grad, right.grad) < 1.25 * toy.off(theirs.grad, right.grad) < 5e-2
+            off = toy.off(theirs.grad, right.grad)
+            assert off < 3e-2
+            assert toy.off(mine.grad, right.grad) < min(1.25 * off, 3e-2)
             for state in (theirs, mine, right):
                 state.grad.zero_()
     assert ours._graphs._graphs

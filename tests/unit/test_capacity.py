@@ -145,3 +145,15 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match="want a profile"):
             Capacity.load(path)
     assert math.isinf(Capacity.of(made_up.content() | {"gpu": "another"}).models["left"].memory_bytes)
+
+
+def test_ranks_that_a_profile_has_measured_are_not_forgotten() -> None:
+    """Ticks of one size but of other ranks are kept apart."""
+    ticks = [Tick(tokens, 1, rank, tokens * (1.0 + rank / 64) / 1e5) for tokens in (128, 512) for rank in (2, 16, 64)]
+    learner = Learner(BaseModel(ticks, parameters=10**6, layers=2))
+    for _ in range(4):
+        for tokens in (128, 512):
+            learner.learn(Tick(tokens, 1, 16, 3.0 * tokens * 1.25 / 1e5))
+    assert learner.model is not None
+    low, high = (learner.model.tick_s(512, 1, rank, 512) for rank in (2, 64))
+    assert high / low == pytest.approx(2.0 / (1.0 + 2 / 64), rel=0.05)

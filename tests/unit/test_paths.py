@@ -42,8 +42,9 @@ def test_a_sweep_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     whole = sweep(base={"model": f"{tmp_path}/m"}, data={"path": f"{tmp_path}/d", "eval_path": f"{tmp_path}/e"})
     refuse_changes(state.spec, whole.model_copy(update={"output": f"{tmp_path}/out"}))
-    with pytest.raises(SpecError, match="holds a sweep with other settings: output"):
-        refuse_changes(state.spec, whole)
+    refuse_changes(state.spec, whole)  # which a cluster has moved
+    with pytest.raises(SpecError, match="holds a sweep with other settings: job"):
+        refuse_changes(state.spec, sweep(data={"path": "other", "eval_path": "e"}))
 
 
 def test_each_storage_has_a_journal_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
