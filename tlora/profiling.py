@@ -56,6 +56,7 @@ def profile(
     machines do not stay as fast as they are."""
     sizes = [(length, count, RANK) for count in counts for length in lengths]
     sizes += [(length, 1, rank) for rank in _OTHER_RANKS for length in (lengths[len(lengths) // 2], lengths[-1])]
+    sizes = list(dict.fromkeys(sizes))
     measured = [[_seconds(supermodel, *size, clock) for size in sizes] for _ in range(_ROUNDS)]
     ticks = [
         _row(

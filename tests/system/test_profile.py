@@ -15,7 +15,7 @@ def test_a_profile_is_taken_once_and_fits_what_it_measured(tmp_path: Path, monke
     path = cached_profile(model, tmp_path, lengths=(16, 64), counts=(1, 3))
     ticks = json.loads(path.read_text())["ticks"]
     assert [(tick["tokens"], tick["jobs"], tick["rank_sum"]) for tick in ticks] == [
-        (16, 1, 16), (64, 1, 16), (48, 3, 48), (192, 3, 48)
+        (16, 1, 16), (64, 1, 16), (48, 3, 48), (192, 3, 48), (64, 1, 2), (64, 1, 64)
     ]  # fmt: skip
     assert all(tick["tick_ms"] > 0.0 for tick in ticks)
     assert not model.residents
