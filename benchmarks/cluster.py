@@ -60,7 +60,7 @@ def measure(folder: Path, base: Path, count: int) -> None:
     say("… and has heard of the workers after", timed(lambda: until(client.workers)))
     os.kill(worker["pid"], signal.SIGKILL)
     say("worker killed: another in its place after", timed(lambda: until(lambda: fresh(client, worker["pid"]))))
-    client.cancel(["long", "beside", "third"])
+    client.cancel(["long", "third"])  # the one that is left holds the only worker, so that others wait
     times_s = [timed(lambda n=n: client.submit([job(f"q{n}", folder / "no-base")])) for n in range(count)]  # type: ignore[misc]
     say(f"admission of one job, mean of {count}", sum(times_s) / count)
     say("admission of one job, slowest", max(times_s))
@@ -68,7 +68,7 @@ def measure(folder: Path, base: Path, count: int) -> None:
     status = Path(f"/proc/{process_id(client)}/status").read_text().splitlines()
     (memory,) = (int(line.split()[1]) / 2**20 for line in status if line.startswith("VmRSS"))
     print(f"{'scheduler memory':<48} {memory:9.3f} GiB", flush=True)
-    client.cancel([f"q{n}" for n in range(count)])
+    client.cancel(["beside", *(f"q{n}" for n in range(count))])
     say("down", timed(client.down))
 
 
