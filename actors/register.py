@@ -15,7 +15,7 @@ from tlora.files import atomic_path
 from tlora.job import State
 from tlora.sweep import Halving
 from tlora.sweep_order import ahead
-from tlora.sweep_spec import SweepSpec, parse_sweep, refuse_fork
+from tlora.sweep_spec import SweepSpec, forked, parse_sweep
 from tlora.sweep_state import SweepState, refuse_changes, statuses
 
 _WISH, _ROW = ".wish.json", ".row.json"
@@ -135,7 +135,7 @@ class Register:
             raise StateError(f"sweep {name} is cancelled: its leader cannot be forked. Submit it under another name.")
         if state is None or state.leader is None:
             raise StateError(f"sweep {name}: no candidate leads yet, so there is none to fork. Wait for an evaluation.")
-        refuse_fork(spec, state.leader.values, changes)
+        forked(spec, state.leader.values, changes)  # or it is refused
         fork = {"key": key, "of": state.leader.name, "changes": list(changes)}
         self._wish(name, replace(known, number=known.number + 1, forks=(*known.forks, fork)))
         return state.leader.name

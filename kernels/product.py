@@ -204,8 +204,8 @@ def _expand_alone(y, low, segment, sites, slot, counters_T, rows, tile_0, tile_1
 def expand(y, low, segment_T, segments, counters_T, sites, T, SLOTS, N, COLUMNS, TILES_N, COUNT,
            MODULES: tl.constexpr, LOW: tl.constexpr, BACKWARD: tl.constexpr, TRAINING: tl.constexpr, BM: tl.constexpr,
            BN: tl.constexpr, PRECISION: tl.constexpr):
-    """y [T, N] = its low-rank part; backward the sum over MODULES, each with its own mask. Grid (row
-    tiles, column tiles by COUNT)."""
+    """y [T, N] = its low-rank part; backward the sum over MODULES, each with its own mask. Grid (row tiles,
+    column tiles by COUNT)."""
     SUMMED: tl.constexpr = MODULES if BACKWARD else 1
     tile_m, tile_0 = tl.program_id(0), tl.program_id(1) * COUNT
     tile_1 = tl.minimum(tile_0 + COUNT, TILES_N)

@@ -9,11 +9,8 @@ from tlora import environment
 from tlora.checkpoint import load_job_state
 from tlora.errors import CheckpointError, StateError
 from tlora.resident import Phase, ResidentJob
-from tlora.spec import differences, parse_job
+from tlora.spec import FILES, differences, parse_job
 from tlora.supermodel import SuperModel
-
-_FOUND = ("base.model", "data.path", "data.eval_path", "adapter.init_from")
-"""What may be named otherwise, or lie elsewhere by now: what was read says whether it is the same."""
 
 
 def describe(job: ResidentJob, supermodel: SuperModel) -> dict[str, Any]:
@@ -45,7 +42,8 @@ def restore(job: ResidentJob, supermodel: SuperModel, *, resume: bool) -> str | 
     if not resume:
         raise StateError(f"{folder.path} holds a saved state already. Resume it, or choose another output.")
     tensors, meta = load_job_state(folder.path)
-    changed = differences(parse_job(meta["spec"]), job.spec, but=_FOUND)
+    # Files may be named otherwise, or lie elsewhere by now: what was read of them is compared below.
+    changed = differences(parse_job(meta["spec"]), job.spec, but=FILES)
     if changed:
         raise CheckpointError(
             f"{folder.path} was saved with other settings: {'; '.join(changed)}. Put them back, or remove the folder "

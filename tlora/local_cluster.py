@@ -76,9 +76,8 @@ def start(port: int = 6399) -> str:
             process = subprocess.Popen(
                 command, stdout=out, stderr=out, start_new_session=True, env=environment, pass_fds=[lock.fileno()]
             )
-        path.write_text(
-            json.dumps({"pid": process.pid, "address": where})
-        )  # first, for who ends it if this one is killed
+        # Before it is ready: if this command is killed meanwhile, `tlora down` finds what to end.
+        path.write_text(json.dumps({"pid": process.pid, "address": where}))
     deadline_s = time.monotonic() + _START_S
     while "Ray runtime started" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline_s:

@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 
-from tlora.spec import JobSpec
+from tlora.spec import FILES, JobSpec
 from tlora.sweep_spec import SweepSpec
-
-_PATHS = ("base.model", "data.path", "data.eval_path", "adapter.init_from")
 
 
 def absolute(spec: JobSpec) -> JobSpec:
@@ -39,8 +37,7 @@ def absolute_changes(changes: Sequence[str]) -> list[str]:
     """The same of changes (`dotted.key=value`)."""
     pairs = [text.partition("=") for text in changes]
     return [
-        f"{key}={found(value.strip())}" if key.strip() in _PATHS else f"{key}{sign}{value}"
-        for key, sign, value in pairs
+        f"{key}={found(value.strip())}" if key.strip() in FILES else f"{key}{sign}{value}" for key, sign, value in pairs
     ]
 
 
@@ -51,7 +48,7 @@ def found(text: str) -> str:
 
 def _mapped(spec: SweepSpec, change: Callable[[str], str]) -> SweepSpec:
     job, space = deepcopy(spec.job), dict(spec.space)
-    for key in _PATHS:
+    for key in FILES:
         section, field = key.split(".")
         if isinstance(job.get(section), dict) and job[section].get(field):
             job[section][field] = change(job[section][field])

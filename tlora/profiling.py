@@ -52,8 +52,8 @@ def profile(
     counts: Sequence[int] = COUNTS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """As in a profile's file. Seconds to a minute: all sizes in turn, a few times, by `clock`, for
-    machines do not stay as fast as they are."""
+    """As in a profile's file. Seconds to a minute: all sizes in turn, a few times, by `clock`, for machines do not
+    stay as fast as they are."""
     sizes = [(length, count, RANK) for count in counts for length in lengths]
     sizes += [(length, 1, rank) for rank in _OTHER_RANKS for length in (lengths[len(lengths) // 2], lengths[-1])]
     sizes = list(dict.fromkeys(sizes))

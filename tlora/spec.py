@@ -316,6 +316,10 @@ def parse_job(values: Mapping[str, Any], where: str = "job") -> JobSpec:
         raise SpecError("\n".join(f"{where}: {line}" for line in explain(error))) from None
 
 
+FILES = ("base.model", "data.path", "data.eval_path", "adapter.init_from")
+"""Fields that name files, or what a hub has."""
+
+
 def differences(old: JobSpec, new: JobSpec, but: Sequence[str] = ()) -> list[str]:
     """The dotted fields in which two jobs differ, with both values, of those that decide what is computed, but some."""
     a, b = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))

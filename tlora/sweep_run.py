@@ -23,7 +23,7 @@ from tlora.resident import ResidentJob, digest
 from tlora.spec import JobSpec
 from tlora.sweep import Curve, Halt, interval, samples_at
 from tlora.sweep_report import write_results
-from tlora.sweep_spec import SweepSpec, Values, changes_of, draw, refuse_fork
+from tlora.sweep_spec import SweepSpec, Values, draw, forked
 from tlora.sweep_state import Candidate, Status, SweepState
 from tlora.tracking import METRICS, read_metrics
 
@@ -103,11 +103,9 @@ class SweepRun:
             leader = self.state[of] if of else self.state.leader
             if leader is None:
                 raise SpecError(f"sweep {self.spec.name}: no candidate leads yet, so there is none to fork.")
-            refuse_fork(self.spec, leader.values, fork)
-            mine = self._spec_of(leader)
+            values, mine = forked(self.spec, leader.values, fork), self._spec_of(leader)
             self._data(mine)  # whose validation rows the fork's are to be
-            start = str(mine.folder / BEST)
-            self._add([{**leader.values, **changes_of(fork), "adapter.init_from": start}], is_fork=True)
+            self._add([{**values, "adapter.init_from": str(mine.folder / BEST)}], is_fork=True)
 
     def run(self) -> None:
         """Until all candidates have ended, the budget is spent, or it is stopped; then write what came out."""

@@ -282,15 +282,17 @@ def _why_owned(key: str) -> str:
     return "losses of two bases do not compare; want one sweep a base." if key.startswith("base.") else ""
 
 
-def refuse_fork(spec: SweepSpec, values: Values, texts: Sequence[str]) -> None:
-    """Raise SpecError if a candidate's values, changed so, are no candidate."""
+def forked(spec: SweepSpec, values: Values, texts: Sequence[str]) -> Values:
+    """A candidate's values with changes (`dotted.key=value`). Raises SpecError if these are no candidate."""
     changes = changes_of(texts)
     if not changes:
         raise SpecError(f"sweep {spec.name}: a fork wants changes, such as --set optim.lr=1e-4.")
     for key in changes:
         if why := _why_owned(key):
             raise SpecError(f"{key}: {why}")
-    spec.candidate(0, {**values, **changes})
+    values = {**values, **changes}
+    spec.candidate(0, values)
+    return values
 
 
 def _edge_faults(spec: SweepSpec) -> Iterator[str]:
