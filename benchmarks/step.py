@@ -31,7 +31,7 @@ from tlora.kernels.adamw import adamw
 from tlora.optim import update_of
 from tlora.packing import Item, pack
 from tlora.spec import AdapterSpec, BaseSpec, OptimSpec
-from tlora.supermodel import SMALL_WORK, SuperModel
+from tlora.supermodel import SuperModel
 
 RANKS = (2, 4, 8, 16, 16, 32, 64, 64)
 DROPOUT = 0.1
@@ -283,8 +283,8 @@ def deterministic(bench: Bench) -> None:
 
 
 def captured(bench: Bench) -> None:
-    """A tick small enough to be captured as CUDA graphs, over the same launched kernel by kernel."""
-    length = SMALL_WORK // bench.model.outline.num_parameters // 8 // 16 * 16
+    """The largest tick that is captured as CUDA graphs, over the same launched kernel by kernel."""
+    length = bench.model.small_rows // 8 // 16 * 16
     runs = {}
     for name, one in {"ours": bench, "launched": Bench(bench.name, captured=False)}.items():
         one.place(RANKS)

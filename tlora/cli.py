@@ -204,7 +204,8 @@ def profile(
 def simulate(
     trace: Annotated[Path, typer.Argument(help="CSV of jobs, or JSON of distributions to draw them from.")],
     profile: Annotated[Path, typer.Option(help="Measured ticks of a GPU: a profile.json.", show_default=False)],
-    gpus: Annotated[int, typer.Option(min=1, help="Of the cluster, eight a node.")] = 128,
+    gpus: Annotated[int, typer.Option(min=1, help="Of the cluster.")] = 128,
+    per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
     load: Annotated[float, typer.Option(min=0.01, help="Of a drawn trace: offered over available GPU time.")] = 1.0,
     days: Annotated[float, typer.Option(min=0.01, help="Of a drawn trace.")] = 7.0,
     ways: Annotated[
@@ -227,7 +228,9 @@ def simulate(
     from tlora.simulate import Faults
 
     faults = Faults(loss_every_s=3600.0 * loss_every, spot_nodes=spot_nodes, seed=seed)
-    scene = Scene(trace, profile, gpus, load, days, tuple(bases or ()), measure, seed, bound, backlog, faults)
+    scene = Scene(
+        trace, profile, gpus, per_node, load, days, tuple(bases or ()), measure, seed, bound, backlog, faults
+    )  # fmt: skip
     present(Console(), scene, ways or DEFAULT_WAYS, output, sweep=sweep)
 
 

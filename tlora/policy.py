@@ -4,6 +4,7 @@ Called by `scheduling.schedule` alone, on a state that it leaves as it will be o
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -178,6 +179,7 @@ class Planner:
             if worker.base != base:
                 self.state.load_base(worker, base, self.now_s + self.costs.load_s)
                 self.made.loads[worker.name] = base
+                self.made.reasons[worker.name] = f"idle, and a job waits for {base}"
 
     def _loadable(self, base: str) -> list[str]:
         """Bases whose idle workers may load another. Those of a group keep theirs: it ends, and another starts."""
@@ -217,13 +219,18 @@ class Planner:
                 *islice(pool.pressure.from_key(most), full),
             )
         )
-        gains = []
+        gains: list[tuple[float, float, Worker]] = []
         for name in names:
             worker = self.state.workers[name]
             joint = self._joint(job, worker, pool, count)
             if joint > worker.speed + self.rules.gain:
                 gains.append((joint - worker.speed, joint, worker))
         gains.sort(key=lambda gain: -gain[0])
+        if count > 1:  # on one node, if there are enough on any
+            nodes = Counter(worker.node for _, _, worker in gains)
+            gains = next(
+                ([gain for gain in gains if gain[2].node == node] for node in nodes if nodes[node] >= count), gains
+            )
         return [(worker, joint) for _, joint, worker in gains[:count]] if len(gains) >= count else []
 
     def _joint(self, job: Job, worker: Worker, pool: Pool, count: int) -> float:
@@ -273,6 +280,8 @@ class Planner:
             if not job.is_overdue and not (theirs > self.rules.preempt_factor * mine and pays):
                 continue
             freed = other.workers
+            for worker in freed:  # until it is saved
+                worker.ready_s = max(worker.ready_s, self.now_s + self.costs.move_s)
             self.made.moves.add(name)
             self.made.places.pop(name, None)
             pool.running.drop(name)

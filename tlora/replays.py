@@ -9,7 +9,7 @@ from tlora import baselines, report, traces
 from tlora.capacity import Capacity
 from tlora.errors import SpecError
 from tlora.scheduling import Rules
-from tlora.simulate import NO_FAULTS, Faults, Replay, Simulator
+from tlora.simulate import GPUS_PER_NODE, NO_FAULTS, Faults, Replay, Simulator
 from tlora.traces import TraceJob
 
 OURS: dict[str, Rules] = {
@@ -35,6 +35,7 @@ def play(
     is_backlog: bool = False,
     bound: float = 3.0,
     faults: Faults = NO_FAULTS,
+    per_node: int = GPUS_PER_NODE,
 ) -> Replay:
     """One replay. `faults` befall our scheduler only. Raises SpecError if there is no such way, or a job asks for more
     GPUs than there are."""
@@ -44,7 +45,7 @@ def play(
     if way in OURS:
         simulator = Simulator(
             capacity, jobs, gpus, measure=measure, rules=OURS[way], faults=faults, bound=bound, way=way,
-            is_backlog=is_backlog,
+            is_backlog=is_backlog, per_node=per_node,
         )  # fmt: skip
         return simulator.run()
     if way in baselines.ALONE:
@@ -67,6 +68,7 @@ class Scene:
     trace: Path
     profile: Path
     gpus: int
+    per_node: int
     load: float
     days: float
     bases: tuple[str, ...]
@@ -127,7 +129,7 @@ def present(console: Any, scene: Scene, ways: Sequence[str], folder: Path, *, sw
 def _play(scene: Scene, capacity: Capacity, jobs: Sequence[TraceJob], way: str) -> Replay:
     return play(
         way, capacity, jobs, scene.gpus, measure=scene.measure, is_backlog=scene.is_backlog, bound=scene.bound,
-        faults=scene.faults,
+        faults=scene.faults, per_node=scene.per_node,
     )  # fmt: skip
 
 

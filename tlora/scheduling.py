@@ -1,8 +1,9 @@
 """Who trains where, and how fast: a function of a state and a time. No torch, no Ray, no clock.
 
 Called by the scheduler actor and by the simulator, which differ in nothing but who carries the plan out. The rule is
-tLoRA's (arXiv 2602.07263): jobs of one base share; the most urgent is placed first; its partner is found by a binary
-cut in the order of residual capacity; it joins if the joint throughput beats that apart and everybody stays within its
+tLoRA's (arXiv 2602.07263): jobs of one base share; the most urgent is placed first (in seconds, which hardly tie: the
+paper's second key, the residual, is left out there); its partner is found by a binary cut in the order of residual
+capacity; it joins if the joint throughput beats that apart and everybody stays within its
 bound. What the paper leaves open is ours: urgency is shortness (in GPU-seconds, of jobs that share), aged so that
 nobody starves; idle GPUs first, else what nobody misses, else what stretched jobs give back, else a merge, else the
 place of a job that has far longer to go.
@@ -22,7 +23,7 @@ from tlora.sweep_order import keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds in which a job, or a worker, makes no progress. Measured ones name their place in LOG.md."""
+    """Seconds in which a job, or a worker, makes no progress."""
 
     attach_s: float = 0.3
     """Taking a job in on a warm worker: 0.26 s from submission to the first step on a toy base."""
@@ -31,7 +32,7 @@ class Costs:
     move_s: float = 1.0
     """Saving it first, then the same elsewhere. Modelled."""
     split_s: float = 2.0
-    """Another number of workers: a process group is made anew in 1.0 to 1.4 s."""
+    """Another number of workers: a process group is made anew. Modelled."""
     load_s: float = 30.0
     """A base of 8B parameters, and a worker's start. Modelled: 16 GB at about a GB a second, 11 s for the start."""
 
@@ -94,7 +95,8 @@ class Plan:
     demand: dict[str, int] = field(default_factory=dict)
     """Workers that would let every job run within its bound now, by base: for whoever adds machines."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why, by job or group; for a job without a place, what it waits for."""
+    """Why, by job, group or worker, or `base` and its name for a group to start; for a job without a place, what it
+    waits for."""
 
 
 class ClusterState(Placements):

@@ -134,6 +134,7 @@ class Simulator:
         is_backlog: bool = False,
         can_split: bool = True,
         num_samples: int = 400,
+        per_node: int = GPUS_PER_NODE,
     ):
         """`can_split`: jobs may be on several workers at once; those of a live cluster are not yet."""
         self.capacity, self.bound, self.faults = capacity, bound, faults
@@ -141,12 +142,12 @@ class Simulator:
         self._nodes: dict[str, list[str]] = {}
         """Workers by node, there or not."""
         for at in range(gpus):
-            self._nodes.setdefault(f"n{at // GPUS_PER_NODE:04d}", []).append(f"w{at:05d}")
+            self._nodes.setdefault(f"n{at // per_node:04d}", []).append(f"w{at:05d}")
         for node in self._nodes:
             self._come(node)
         self.replay = Replay(way, gpus)
         self.runs: dict[str, _Run] = {}
-        self._is_backlog, self._can_split = is_backlog, can_split
+        self._is_backlog, self._can_split, self._per_node = is_backlog, can_split, per_node
         self._events: list[tuple[float, int, str, int]] = []
         self._num_open = 0
         for job in jobs:
@@ -248,7 +249,7 @@ class Simulator:
             node = str(self._random.choice(nodes))
             self._events += [(now_s, 2, node, 0), (now_s + faults.repair_s, 3, node, 0)]
         for at in range(faults.spot_nodes):
-            self._nodes[f"spot{at:04d}"] = [f"spot{at:04d}.{gpu}" for gpu in range(GPUS_PER_NODE)]
+            self._nodes[f"spot{at:04d}"] = [f"spot{at:04d}.{gpu}" for gpu in range(self._per_node)]
             now_s, is_there = 0.0, False
             while (now_s := now_s + self._random.exponential(faults.spot_s)) < end_s:
                 is_there = not is_there

@@ -49,15 +49,19 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
         for worker in group.workers:
             if worker.is_leaving:
                 plan.moves.update(worker.jobs)
+                plan.reasons.update(dict.fromkeys(worker.jobs, f"its worker {worker.name} leaves"))
     busy = {worker for names in plan.places.values() for worker in names}
     leaves = dict(_spare_workers(groups, wanted, busy, now_s - idle_s))
     emptied = {group.name for group in groups.values() if group.workers and _remaining(group, leaves) == 0}
     plan.stops.update(emptied)
     plan.stops.update(_idle_groups(groups, wanted, busy, now_s - idle_s))
+    for name in plan.stops:
+        plan.reasons[name] = "all its workers leave" if name in emptied else f"no job for {idle_s:g} s"
     for name, workers in leaves.items():
         if name not in plan.stops:
             plan.leaves[name] = workers
             plan.sizes[name] = _remaining(groups[name], leaves)
+            plan.reasons[name] = f"{len(workers)} worker(s) without a job leave: {', '.join(sorted(workers))}"
 
 
 def _demand(state: "ClusterState", base: str) -> int:
@@ -91,6 +95,7 @@ def _ask_for_workers(plan: "Plan", state: "ClusterState", home: Group | None, ba
         return 0
     if home is None:
         plan.starts[base] = asked
+        plan.reasons[f"base {base}"] = f"{count} job(s) without a place: a group of {asked} worker(s)"
     else:
         plan.sizes[home.name] = home.size + asked
         plan.reasons[home.name] = f"{count} job(s) without a place: {asked} more worker(s)"

@@ -34,8 +34,9 @@ if TYPE_CHECKING:  # torch.distributed is none of a lone process's business
     from tlora.stack import Stack, Streams
     from tlora.tensor_parallel import Cut
 
-SMALL_WORK = 8 * 2**40
-"""Rows × parameters of the base, below which a tick is captured as a CUDA graph: about 1000 rows of 8B parameters."""
+LAYER_WORK = 2**39
+"""Rows × parameters of the base for each of its layers, below which a tick takes longer to launch than to compute: 2190
+rows of 8B parameters in 32 layers."""
 
 
 class SuperModel:
@@ -82,6 +83,8 @@ class SuperModel:
         # With a softcap attention goes block by block, in Python: each tick would be compiled anew.
         self.compiled = compiled and not deterministic and not getattr(config, "attn_logit_softcapping", None)
         self.captured = captured and self.compiled and not (checkpointing or spread) and self.device.type == "cuda"
+        self.small_rows = LAYER_WORK * self.outline.num_layers // self.outline.num_parameters
+        """Of a tick, below which it is captured as a CUDA graph."""
         if self.compiled:
             fuse_gates(model)
         wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing, around=self._around if spread else None)
@@ -169,7 +172,7 @@ class SuperModel:
 
     def is_small(self, num_rows: int) -> bool:
         """Whether a tick of so many rows takes longer to launch than to compute, and is captured."""
-        return self.captured and num_rows * self.outline.num_parameters < SMALL_WORK
+        return self.captured and num_rows < self.small_rows
 
     def row_multiple(self, num_rows: int) -> int:
         """What a tick's rows are rounded up to, so that shapes are few: 64, or an eighth or less of a small tick."""

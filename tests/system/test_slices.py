@@ -5,13 +5,17 @@ import math
 import pytest
 import slices
 import torch
+import toy
 
 from benchmarks import group
 
-ON_GPUS = torch.cuda.device_count() > 1
+ON_GPUS = toy.DEVICE.type == "cuda"
 
 
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="takes two GPUs, or none")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and not (ON_GPUS and torch.cuda.device_count() > 1),
+    reason="takes two GPUs and TLORA_TEST_DEVICE=cuda, or no GPU",
+)
 def test_slices_change_no_gradient() -> None:
     """In half precision within rounding, step by step; on GPUs long enough to see what goes wrong seldom."""
     whole, *cut = group.run(2, slices.by_count, 40 if ON_GPUS else 4)

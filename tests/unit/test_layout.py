@@ -151,6 +151,11 @@ def test_decisions_need_neither_torch_nor_ray(module: str) -> None:
     assert not {name.partition(".")[0] for name in imports(module)} & {"torch", "ray"}
 
 
+@pytest.mark.parametrize("name", ["capacity", "placement", "policy", "scheduling", "sizing", "sweep_order"])
+def test_decisions_about_places_have_no_clock(name: str) -> None:
+    assert not {name.partition(".")[0] for name in imports(f"tlora.{name}")} & {"time", "datetime"}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_are_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 500

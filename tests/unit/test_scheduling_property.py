@@ -13,7 +13,7 @@ from tlora import policy
 from tlora.capacity import BaseModel, Capacity, Load
 from tlora.placement import Claim, Dealt, Job, Model, Worker, deal
 from tlora.policy import Planner
-from tlora.scheduling import ClusterState, Plan, Rules, schedule
+from tlora.scheduling import ClusterState, Costs, Plan, Rules, schedule
 
 CAPACITY = Capacity.of(made_up.content())
 CAPACITY.models["right"] = Capacity.of(made_up.content(floor_ms=190.0)).models["right"]
@@ -101,6 +101,8 @@ def check(play: Play) -> None:
     for name, places in play.plan.places.items():
         assert places == tuple(worker.name for worker in state.jobs[name].workers)
     assert all(state.jobs[name].can_move and not state.jobs[name].workers for name in play.plan.moves)
+    plan = play.plan
+    assert {*plan.places, *plan.moves, *plan.loads} <= plan.reasons.keys()
     for worker in state.workers.values():
         check_worker(state, worker)
     assert state.num_idle == sum(not worker.jobs for worker in state.workers.values())
@@ -110,7 +112,7 @@ def check(play: Play) -> None:
 
 def split_s(state: ClusterState, job: Job) -> float:
     """The least step time that it could have: one of a bound that no number of workers keeps gets that."""
-    return min(state._split_s(job, count) for count in range(1, job.load.batch + 1)) if job.can_split else 1e9
+    return min(state._split_s(job, count) for count in range(1, job.load.batch + 1 if job.can_split else 2))
 
 
 def check_worker(state: ClusterState, worker: Worker) -> None:
@@ -304,3 +306,92 @@ def test_a_plan_touches_what_the_event_touched(monkeypatch: pytest.MonkeyPatch) 
     state.submit(Job("new", "left", 1.0, Load(16, 1, 512), remaining=10.0))
     schedule(state, 1.0)
     assert len(looked_at) <= 30
+
+
+def test_priority_goes_before_shortness() -> None:
+    for priority, first in ((0, "short"), (2, "long")):
+        state = fresh(Rules(shares=False), workers=1)
+        state.submit(Job("short", "left", 0.0, Load(16, 8, 1024), remaining=1000.0))
+        state.submit(Job("long", "left", 0.0, Load(16, 8, 1024), remaining=9000.0, priority=priority))
+        assert set(schedule(state, 0.0).places) == {first}  # two steps of priority: 16 times as short
+
+
+def test_demand_is_the_workers_on_which_everybody_is_within_its_bound() -> None:
+    """A full tick of a worker holds 16,384 tokens; a job within its bound needs a share of each."""
+    for count in (1, 20, 80):
+        state = ClusterState(CAPACITY.models, jobs_per_worker=64, groups={}, max_workers=2)
+        for at in range(count):
+            state.submit(Job(f"j{at}", "left", 0.0, Load(16, 4, 2048), bound=2.0, can_split=False))
+        need = sum(job.need for job in state.jobs.values())
+        plan = schedule(state, 0.0)
+        assert plan.demand == {"left": -(-need // CAPACITY.models["left"].budgets[-1])}
+        assert plan.starts == {"left": min(plan.demand["left"], 2)}
+        assert "base left" in plan.reasons
+    assert plan.demand["left"] > 2
+
+
+def loaded(state: ClusterState) -> str:
+    state.come(Worker("w0", "n", "left"))
+    state.submit(Job("j", "right", 0.0, Load(16, 8, 2048), remaining=1e6))
+    schedule(state, 1.0)
+    return "j"
+
+
+def split(state: ClusterState) -> str:
+    state.come(Worker("w0", "n", "left"))
+    state.submit(Job("j", "left", 0.0, Load(16, 8, 2048), remaining=1e6))
+    schedule(state, 0.0)
+    state.come(Worker("w1", "n", "left"))
+    assert schedule(state, 1.0).places == {"j": ("w0", "w1")}
+    return "j"
+
+
+def moved(state: ClusterState) -> str:
+    state.come(Worker("w0", "n", "right"))
+    for at in range(2):
+        state.submit(Job(f"j{at}", "right", 0.0, Load(16, 1, 512), remaining=1e6, can_split=False))
+    assert schedule(state, 0.0).places == {"j0": ("w0",), "j1": ("w0",)}
+    state.come(Worker("w1", "n", "right"))
+    ((name, workers),) = schedule(state, 1.0).places.items()
+    assert workers == ("w1",)
+    return name
+
+
+def preempted(state: ClusterState) -> str:
+    state.come(Worker("w0", "n", "left"))
+    for name, remaining in (("long", 1e6), ("short", 2e4)):
+        state.submit(Job(name, "left", 0.0, Load(16, 8, 2048), remaining=remaining, can_split=False))
+        plan = schedule(state, 1.0)
+    assert plan.moves == {"long"}
+    return "short"
+
+
+@pytest.mark.parametrize(
+    ("cost", "change"), [("load_s", loaded), ("split_s", split), ("move_s", moved), ("move_s", preempted)]
+)
+def test_a_change_costs_what_it_takes(cost: str, change: Callable[[ClusterState], str]) -> None:
+    """So much later begins, or goes on, whom it was made for."""
+    begins = []
+    for seconds in (1.0, 101.0):
+        state = ClusterState(CAPACITY.models, costs=Costs(**{cost: seconds}))
+        begins.append(state.jobs[change(state)].since_s)
+    assert begins[1] - begins[0] == pytest.approx(100.0)
+
+
+def test_a_job_of_several_workers_stays_on_one_node_where_it_can() -> None:
+    state = fresh(workers=5)  # two, two and one on a node
+    planner = Planner(state, 0.0, Plan())
+    assert [[worker.name for worker in planner._idle("", count)] for count in (1, 2, 3)] == [
+        ["w4"], ["w0", "w1"], ["w0", "w1", "w2"],
+    ]  # fmt: skip
+    for at, node in enumerate("abab"):
+        state.come(Worker(f"busy{at}", node, "right"))
+        small = Job(f"small{at}", "right", 0.0, Load(16, 1, 512), remaining=1e5, can_split=False)
+        state.submit(small)
+        planner._put(small, [state.workers[f"busy{at}"]], "")
+    wide = Job("wide", "right", 0.0, Load(16, 2, 512), gpus=2, remaining=1e5)
+    state.submit(wide)
+    wide.fewest = 2
+    partners = planner._partners(wide, state.pool("right"))
+    assert len(partners) == 2
+    assert len({worker.node for worker, _ in partners}) == 1

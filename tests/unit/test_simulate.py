@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tlora.baselines import FifoGrouping
 from tlora.capacity import Capacity, Load
 from tlora.cli import app
 from tlora.errors import SpecError
+from tlora.placement import Job
 from tlora.policy import Planner
 from tlora.replays import BASELINES, WAYS, play
+from tlora.scheduling import ClusterState
 from tlora.simulate import Faults, Replay, Simulator
 from tlora.traces import Arrivals, TraceJob, acme_arrivals, draw_jobs, lone_step_s, read_trace
 
@@ -53,6 +56,55 @@ def test_every_way_does_all_work_once(way: str, measure: str) -> None:
         check(replay, jobs, measure)
         if way not in BASELINES:
             assert replay.num_beyond_bound == 0
+
+
+@pytest.mark.parametrize("faults", [Faults(), Faults(loss_every_s=1200.0, repair_s=600.0)])
+def test_steps_are_all_taken_and_none_twice(faults: Faults) -> None:
+    """At the rates that were planned, for the time that a job ran."""
+    simulator = Simulator(CAPACITY, some_jobs(0), GPUS, faults=faults)
+    simulator.run()
+    for run in simulator.runs.values():
+        assert run.left == pytest.approx(0.0, abs=1e-6 * run.steps)
+
+
+@pytest.mark.parametrize("spreads", [False, True])
+def test_grouping_takes_all_steps_and_gives_no_gpu_or_memory_twice(
+    monkeypatch: pytest.MonkeyPatch, spreads: bool
+) -> None:
+    ends, left = FifoGrouping._end, {}
+
+    def watched(self: FifoGrouping, key: int, now_s: float) -> None:
+        members = list(self._groups[key].members.values())
+        ends(self, key, now_s)
+        gone = {outcome.name for outcome in self.replay.outcomes}
+        left.update({member.job.name: member.left / member.steps for member in members if member.job.name in gone})
+        assert self.free + sum(group.gpus for group in self._groups.values()) == GPUS
+        assert self.free >= 0
+        for group in self._groups.values():
+            rows = max(group.tokens / group.gpus, group.largest)
+            assert len(group.members) == 1 or rows <= group.model.most_tokens(group.ranks)
+
+    monkeypatch.setattr(FifoGrouping, "_end", watched)
+    jobs = some_jobs(0)
+    play("fifo-spread" if spreads else "fifo-grouping", CAPACITY, jobs, GPUS)
+    assert left == {job.name: pytest.approx(0.0, abs=1e-6) for job in jobs}
+
+
+def test_the_scheduler_sees_an_estimate_within_30_percent_and_never_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, float] = {}
+    submit = ClusterState.submit
+
+    def watched(self: ClusterState, job: Job, **rest: bool) -> None:
+        seen[job.name] = job.remaining
+        submit(self, job, **rest)
+
+    monkeypatch.setattr(ClusterState, "submit", watched)
+    jobs = some_jobs(0, count=200)
+    play("tlora", CAPACITY, jobs, GPUS)
+    over = [seen[job.name] * lone_step_s(CAPACITY, job, "own") / job.duration_s for job in jobs]
+    assert 0.7 <= min(over) < 0.75
+    assert 1.25 < max(over) <= 1.3
+    assert len(set(over)) == len(jobs)
 
 
 def test_a_queue_that_runs_dry_does_not_end_with_its_longest_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
