@@ -24,6 +24,14 @@ def _slab(rows, i_r, T):
 
 
 @triton.jit
+def _done(acc, m_r, MASKED: tl.constexpr):
+    """A sum that is used at once, and so waited for. A product whose left operand is computed reads it from registers,
+    and Triton, which lets products run on through a loop, does not wait before the next round writes them anew: where
+    other kernels held the tensor cores up, sums came out wrong, or NaN."""
+    return tl.where(m_r[None, :], acc, 0.0) if MASKED else acc
+
+
+@triton.jit
 def _project(x, p_x, low, site, segment, counters_T, tile, rows, rank, at, start_k, T, K, PART_K,
              LOW: tl.constexpr, TRAINING: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr, BULK: tl.constexpr,
              BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr):
@@ -48,7 +56,7 @@ def _project(x, p_x, low, site, segment, counters_T, tile, rows, rank, at, start
         if MASKED:
             b_x = tl.where(keep(first, second, i_k + shift, threshold), b_x, 0.0)
         b_a = tl.load(p_a + i_k[:, None], mask=m_r[None, :] & m_k[:, None], other=0.0)
-        acc = tl.dot(b_x, b_a, acc, input_precision=PRECISION)
+        acc = _done(tl.dot(b_x, b_a, acc, input_precision=PRECISION), m_r, MASKED)
     if WHOLE:
         acc *= factor(site, TRAINING)
     o_low = rows[:, None].to(tl.int64) * LOW + i_r[None, :] if WHOLE else _slab(rows.to(tl.int64), i_r, T)
@@ -200,14 +208,14 @@ def sum_slabs(slabs, low, segment_T, segments, sites, T, SLOTS, ENDS, LOW: tl.co
 
 
 @triton.jit
-def _rows_a(acc, b_x, p_ds, counters, site, step, i_k, m_m, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def _rows_a(acc, b_x, p_ds, counters, site, step, i_k, m_m, m_r, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """Some rows' part of dA, added."""
     b_ds = tl.load(p_ds, mask=m_m[:, None], other=0.0)
     if MASKED:
         first, second = row_keys(site, step, tl.load(counters, mask=m_m, other=0))
         threshold = tl.load(site + THRESHOLD).to(tl.uint32)
         b_x = tl.where(keep(first, second, i_k + first_column(site), threshold), b_x, 0.0)
-    return tl.dot(tl.trans(b_x), b_ds, acc, input_precision=PRECISION)
+    return _done(tl.dot(tl.trans(b_x), b_ds, acc, input_precision=PRECISION), m_r, MASKED)
 
 
 @triton.jit
@@ -229,13 +237,13 @@ def _gradient_a(x, p_x, d_low, site, grad, sums, counters_T, pieces, part, step,
         if BULK:
             for m in range(0, whole, BM):
                 acc = _rows_a(acc, x.load([first + m, start_k]), d_low + (first + m).to(tl.int64) * LOW + o_mr,
-                              counters_T + first + m + i_m, site, step, i_k, i_m < BM, MASKED, PRECISION)
+                              counters_T + first + m + i_m, site, step, i_k, i_m < BM, m_r, MASKED, PRECISION)
         for m in tl.range(whole, rows, BM, num_stages=1 if BULK else None):
             m_m = i_m < rows - m
             b_x = tl.load(p_x + (first + m + i_m).to(tl.int64)[:, None] * K + i_k[None, :],
                           mask=m_m[:, None] & m_k[None, :], other=0.0)
             acc = _rows_a(acc, b_x, d_low + (first + m).to(tl.int64) * LOW + o_mr, counters_T + first + m + i_m, site,
-                          step, i_k, m_m, MASKED, PRECISION)
+                          step, i_k, m_m, m_r, MASKED, PRECISION)
         _store(grad + o_rk, sums + o_rk, acc, tl.load(part + 3), m_rk)
 
 

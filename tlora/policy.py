@@ -149,6 +149,8 @@ class Planner:
         if joined:
             self._join(job, joined)
             return True
+        if self.rules.shares and self._gather(job):
+            return True
         if isinstance(pool.model, Unmeasured):
             return False
         if self.rules.is_elastic and self._reclaim(job, pool):
@@ -247,6 +249,59 @@ class Planner:
         worker, joint = partners[0]
         text = f"joins {len(worker.jobs)} job(s): joint speed {joint:.2f} beats {worker.speed:.2f} apart"
         self._put(job, [worker for worker, _ in partners], text)
+
+    def _gather(self, job: Job) -> bool:
+        """Free a worker of another base, whose jobs go to its other workers, if they lose less than that brings. In a
+        cluster of groups the worker leaves first, and the job waits on."""
+        state = self.state
+        is_known = not isinstance(state.pool(job.base).model, Unmeasured)
+        if job.fewest > 1 or (state.groups is not None and (state.num_idle or self._comes_to(job.base))):
+            return False
+        for base, pool in state.pools.items():
+            if base == job.base or pool.waiting.items or state.width_of(base) < state.width_of(job.base):
+                continue
+            for worker in (state.workers[name] for name in pool.pressure.lowest(1)):
+                homes, lost = self._homes(worker, pool)
+                cost_s = self.costs.load_s + len(homes) * self.costs.move_s
+                repays = not is_known or job.remaining * job.alone_s > self.rules.repay * cost_s
+                if not homes or 1.0 - lost <= self.rules.gain or not repays:
+                    continue
+                for other, home in homes:
+                    self._resize(other, (home,), f"makes room for {job.name}: {lost:.2f} of a lone job's speed lost")
+                if state.groups is None:
+                    self._load([worker], job.base)
+                    self._put(job, [worker], f"worker freed by {len(homes)} job(s) of {base}, base loaded")
+                return state.groups is None
+        return False
+
+    def _comes_to(self, base: str) -> bool:
+        """Whether a worker of this base may come without another one's leaving."""
+        state, groups = self.state, self.state.groups or {}
+        taken = sum(group.size * state.width_of(group.base) for group in groups.values())
+        coming = any(group.size > len(group.workers) for group in groups.values() if group.base == base)
+        return coming or taken + state.width_of(base) <= state.max_workers
+
+    def _homes(self, worker: Worker, pool: Pool) -> tuple[list[tuple[Job, Worker]], float]:
+        """Other workers for all jobs of one, and what joint speed that costs; none if one of them has to stay."""
+        if isinstance(pool.model, Unmeasured):
+            return [], 0.0
+        others = [self.state.workers[name] for name in pool.pressure.lowest(_TRIES + 1) if name != worker.name]
+        claims = {other.name: [job.claim for job in other.jobs.values()] for other in others}
+        speeds, homes, lost = {other.name: other.speed for other in others}, [], worker.speed
+        for job in sorted(worker.jobs.values(), key=lambda job: (-job.claim.part, job.name)):
+            found: tuple[float, float, Worker] | None = None
+            for other in others if job.can_move and len(job.workers) == 1 else ():
+                dealt = deal(pool.model, [*claims[other.name], job.claim])
+                gain = dealt.speed - speeds[other.name]
+                if dealt.is_within and len(claims[other.name]) < self.state.jobs_per_worker:
+                    found = max(found or (0.0, 0.0, other), (gain, dealt.speed, other), key=lambda one: one[0])
+            if found is None:
+                return [], 0.0
+            gain, speeds[found[2].name], home = found
+            claims[home.name].append(job.claim)
+            homes.append((job, home))
+            lost -= gain
+        return homes, lost
 
     def _reclaim(self, job: Job, pool: Pool) -> bool:
         """Take back from a job on more workers than it needs: the half that it does not keep."""
