@@ -27,6 +27,8 @@ class Planner:
 
     def __init__(self, state: "ClusterState", now_s: float, made: "Plan"):
         self.state, self.now_s, self.rules, self.costs, self.made = state, now_s, state.rules, state.costs, made
+        self._gathers_for: set[str] = set()
+        """Bases for which a worker of another one was to be freed: once a plan."""
 
     def plan(self) -> None:
         """Fill in the plan."""
@@ -255,6 +257,9 @@ class Planner:
         cluster of groups the worker leaves first, and the job waits on."""
         state = self.state
         is_known = not isinstance(state.pool(job.base).model, Unmeasured)
+        if job.base in self._gathers_for:
+            return False
+        self._gathers_for.add(job.base)
         if job.fewest > 1 or (state.groups is not None and (state.num_idle or self._comes_to(job.base))):
             return False
         for base, pool in state.pools.items():

@@ -14,6 +14,7 @@ from tlora.capacity import BaseModel, Capacity, Load
 from tlora.placement import Claim, Dealt, Job, Model, Worker, deal
 from tlora.policy import Planner
 from tlora.scheduling import ClusterState, Costs, Plan, Rules, schedule
+from tlora.sizing import Group
 
 CAPACITY = Capacity.of(made_up.content())
 CAPACITY.models["right"] = Capacity.of(made_up.content(floor_ms=190.0)).models["right"]
@@ -395,3 +396,48 @@ def test_a_job_of_several_workers_stays_on_one_node_where_it_can() -> None:
     partners = planner._partners(wide, state.pool("right"))
     assert len(partners) == 2
     assert len({worker.node for worker, _ in partners}) == 1
+
+
+def two_half_empty(state: ClusterState, tokens: int) -> None:
+    """Two workers of one base, each with a job."""
+    for at in range(2):
+        state.come(Worker(f"w{at}", "n", "right", group="g"))
+        state.submit(Job(f"j{at}", "right", 0.0, Load(16, 1, tokens), remaining=1e6, can_split=False))
+        schedule(state, 0.0)
+    assert all(len(worker.jobs) == 1 for worker in state.workers.values())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "remaining", "gathers"),
+    [(512, 1e6, True), (512, 100.0, False), (32768, 1e6, False)],  # repays itself; does not; they would lose too much
+)
+def test_jobs_gather_on_fewer_workers_where_another_base_waits(tokens: int, remaining: float, gathers: bool) -> None:
+    state = ClusterState(CAPACITY.models, rules=Rules(preempts=False))
+    two_half_empty(state, tokens)
+    state.submit(Job("k", "left", 1.0, Load(16, 4, 2048), remaining=remaining, can_split=False))
+    plan = schedule(state, 1.0)
+    assert bool(state.jobs["k"].workers) is gathers
+    if gathers:
+        assert plan.places["k"] == ("w0",)
+        assert plan.places["j0"] == ("w1",)
+        assert plan.loads == {"w0": "left"}
+        assert state.jobs["j0"].workers == state.jobs["j1"].workers
+
+
+def test_a_group_gives_up_a_worker_that_it_can_do_without_to_a_base_that_waits() -> None:
+    """Its jobs move first; then it idles, and leaves; then there is room."""
+    state = ClusterState(CAPACITY.models, groups={}, max_workers=2, rules=Rules(preempts=False))
+    two_half_empty(state, 512)
+    workers = tuple(state.workers.values())
+    state.groups = {"g": Group("g", "right", 2, workers, None)}
+    state.submit(Job("k", "left", 1.0, Load(16, 4, 2048), remaining=1e6, can_split=False))
+    plan = schedule(state, 1.0)
+    assert plan.places == {"j0": ("w1",)}
+    assert "makes room for k" in plan.reasons["j0"]
+    state.workers["w0"].idle_since_s = 1.0
+    plan = schedule(state, 2.0)
+    assert not plan.places
+    assert plan.leaves == {"g": frozenset({"w0"})}
+    state.drop_worker("w0", 2.0)
+    state.groups = {"g": Group("g", "right", 1, workers[1:], None)}
+    assert schedule(state, 3.0).starts == {"left": 1}
