@@ -284,7 +284,7 @@ def deterministic(bench: Bench) -> None:
 
 def captured(bench: Bench) -> None:
     """The largest tick that is captured as CUDA graphs, over the same launched kernel by kernel."""
-    length = bench.model.small_rows // 8 // 16 * 16
+    length = bench.model.small_rows // 8 // 64 * 64
     runs = {}
     for name, one in {"ours": bench, "launched": Bench(bench.name, captured=False)}.items():
         one.place(RANKS)

@@ -178,7 +178,8 @@ class SuperModel:
         """What a tick's rows are rounded up to, so that shapes are few: 64, or an eighth or less of a small tick."""
         if not self.compiled:
             return 1
-        return max(64, 1 << max(0, num_rows.bit_length() - 4)) if self.is_small(num_rows) else 64
+        coarse = max(64, 1 << max(0, num_rows.bit_length() - 4))
+        return coarse if self.is_small(-(-num_rows // coarse) * coarse) else 64
 
     def free_memory(self) -> None:
         """Give back what is kept to be fast: captured ticks, of which there are no more, and the allocator's stock."""

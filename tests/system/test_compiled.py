@@ -99,6 +99,17 @@ def test_ticks_of_any_shape_run_compiled(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
 
 
+def test_a_tick_is_never_rounded_up_out_of_those_that_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = toy.super_model()
+    monkeypatch.setattr(model, "compiled", True)
+    monkeypatch.setattr(model, "captured", True)
+    monkeypatch.setattr(model, "small_rows", 2190)
+    rounded = {rows: -(-rows // model.row_multiple(rows)) * model.row_multiple(rows) for rows in range(1, 3000)}
+    assert all(model.is_small(rounded[rows]) for rows in range(1, 2177))  # 34 times 64
+    assert all(new - rows < max(64, rows / 4) for rows, new in rounded.items())
+    assert len(set(rounded.values())) < 50
+
+
 def no_attention(
     module: torch.nn.Module, query: torch.Tensor, *others: object, tlora_rows: RowTable, **settings: object
 ) -> tuple[torch.Tensor, None]:
