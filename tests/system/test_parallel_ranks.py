@@ -8,6 +8,8 @@ from typing import Any
 
 import group_work
 import pytest
+import reductions
+import torch
 import toy
 from group_work import CONFIG, Run, Visit
 from ranks import Ranks
@@ -55,16 +57,41 @@ def test_shards_of_whole_jobs_say_what_the_base_does(ranks: Ranks, tmp_path: Pat
             assert [name for name, _ in tick[1:]] == ["_allgather_base_"] * (2 + 2 * LAYERS)  # embedding, head, layers
 
 
-@pytest.mark.parametrize("plan", [Plan(replicas=4), Plan(shards=2)], ids=str)
-def test_a_split_job_is_one_vector_a_step(plan: Plan, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("budget", "ticks"), [(64, 2), (24, 6)], ids=["a tick a step", "several"])
+@pytest.mark.parametrize("plan", [Plan(replicas=2), Plan(replicas=4), Plan(shards=2)], ids=str)
+def test_a_split_job_is_one_vector_a_step(plan: Plan, budget: int, ticks: int, ranks: Ranks, tmp_path: Path) -> None:
     lanes = tuple(range(plan.lanes))
-    visit = Visit("a", lanes, CHANGES, DATA)
+    visit = Visit("a", lanes, {**CHANGES, "steps": 99}, DATA)
     ((size, _),) = ranks.run(1, group_work.layout_sizes, Run(plan=Plan()), tmp_path / "size", whole(8))
     vector = -(-(size + 4) // plan.ranks) * plan.ranks * SIZE  # with the losses of its four sequences
-    for each in sent(ranks, tmp_path, Run(plan=plan), [visit]):
-        for tick in each:
-            beside = [part for part in tick if part != MESSAGE and part[0] != "_allgather_base_"]
-            assert beside == [("alltoall_base_", vector), ("allgather_", vector // plan.ranks)]
+    for each in sent(ranks, tmp_path, Run(plan=plan, budget=budget), [visit], ticks):
+        steps = {tuple(part for part in tick if part != MESSAGE and part[0] != "_allgather_base_") for tick in each}
+        step = ("alltoall_base_", vector), ("allgather_", vector // plan.ranks)
+        assert steps == ({step} if budget == 64 or plan.replicas == 4 else {step, ()})  # four have a sequence each
+
+
+def test_vectors_are_summed_in_the_order_of_ranks(ranks: Ranks) -> None:
+    """To the bit, on every rank, each time."""
+    size = 101
+    right, *others = reductions.vectors(4, size)
+    for other in others:
+        right = right + other
+    other_order = sum(reductions.vectors(4, size)[::-1])
+    assert not torch.equal(right, other_order)
+    for _ in range(2):
+        for mine in ranks.run(4, reductions.summed, Run(plan=Plan(replicas=4)), size):
+            assert torch.equal(torch.tensor(mine), right)
+
+
+def test_a_job_that_is_through_is_summed_while_others_compute(ranks: Ranks, tmp_path: Path) -> None:
+    """Split ones go first; each is summed as soon as its last slice is sent, in the same order on both ranks."""
+    mix = [Visit(name, (0, 1), CHANGES, DATA) for name in "ab"] + [whole(8, "c", 0), whole(8, "d", 1)]
+    run = Run(plan=Plan(replicas=2), nano_batches=4, budget=999)
+    for seen in ranks.run(2, reductions.order, run, tmp_path, mix):
+        assert seen.count("slice") == 4
+        first, second = (seen.index(f"sum of {name}") for name in "ab")
+        assert first < second < len(seen) - 1
+        assert seen[-1] == "slice"
 
 
 def test_tensor_parallel_says_what_the_base_does_and_sums_whole_factors_once_a_step(

@@ -2,8 +2,10 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,3 +100,20 @@ def test_what_it_chose_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "tlora"):
         ticks(Controller(most=MOST), CURVES["few"], 12)
     assert "nano-batches: 3 (cost by count:" in caplog.text
+
+
+def test_slices_weigh_a_sequence_by_its_jobs_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two jobs with as many tokens, more of the one of the lower rank is in a slice."""
+    cuts: list[list[int]] = []
+    trainer = toy.Recorder(toy.super_model(), nano_batches=2, token_budget=999)
+    for name, rank in (("low", 1), ("high", 64)):
+        adapter = {"rank": rank, "alpha": 8, "targets": "all-linear"}
+        spec = toy.job(tmp_path, name, adapter=adapter, batch_size=8, steps=1)
+        trainer.attach(spec, toy.data(8, low=10, high=10))
+    monkeypatch.setattr(trainer, "_send", lambda items, phase: cuts.append([item.slot for item in items]))
+    high = trainer.jobs["high"].slot
+    trainer.tick()
+    first, second = cuts
+    assert first.count(high) >= 1
+    assert len(second) < len(first)
+    assert set(second) == {high}
