@@ -42,6 +42,7 @@ def check(
     gpus: Annotated[int, typer.Option(min=0, help="Show how so many GPUs would hold each base.")] = 0,
     per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
     gpu_memory: Annotated[float, typer.Option(min=0, help="GiB of a GPU. 0: this machine's, or an H200's.")] = 0.0,
+    profile: Annotated[Path | None, typer.Option(help="Measured ticks, as `tlora profile` has them.")] = None,
 ) -> None:
     """Validate jobs without training: fields, model, targets, data, memory; and the plan for several GPUs."""
     specs = load_jobs(jobs, overrides)
@@ -49,6 +50,7 @@ def check(
         _refuse_device(device)
         from rich.console import Console
 
+        from tlora.capacity import Capacity
         from tlora.console import print_check, print_plans
         from tlora.local import RunOptions, plan_groups, prepare
         from tlora.trainer import TrainerOptions
@@ -58,7 +60,8 @@ def check(
         print_check(Console(), ready)
         if gpus:
             options = RunOptions(trainer=trainer, checkpointing=checkpointing, device=device)
-            print_plans(Console(), plan_groups(ready, options, gpus, per_node, gpu_memory))
+            capacity = Capacity.load(profile) if profile else None
+            print_plans(Console(), plan_groups(ready, options, gpus, per_node, gpu_memory, capacity))
 
 
 @app.command()

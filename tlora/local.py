@@ -6,6 +6,7 @@ Called by `tlora check`, `preview` and `train`; the trainer knows nothing of fil
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,6 +15,7 @@ import torch
 
 from tlora.adapter import AdapterLayout, AdapterState
 from tlora.base import Outline, default_device, dtype_of
+from tlora.capacity import Capacity
 from tlora.checkpoint import JobFolder, has_finished
 from tlora.data import JobData, load_data, load_tokenizer
 from tlora.errors import DataError, JobError, ModelError, SpecError, TloraError
@@ -147,9 +149,15 @@ def _prepare(spec: JobSpec, outline: Outline, tokenizer: Any, options: RunOption
 
 
 def plan_groups(
-    jobs: Sequence[ReadyJob], options: RunOptions, gpus: int, per_node: int, memory_gib: float
+    jobs: Sequence[ReadyJob],
+    options: RunOptions,
+    gpus: int,
+    per_node: int,
+    memory_gib: float,
+    capacity: Capacity | None = None,
 ) -> dict[BaseSpec, list[Choice]]:
-    """How so many GPUs would hold each base with its jobs, the plan to take first."""
+    """How so many GPUs would hold each base with its jobs, the plan to take first; by measured ticks, where `capacity`
+    has the base."""
     device = torch.device(options.device) if options.device else default_device()
     memory = int(memory_gib * 2**30)
     if not memory and device.type == "cuda":
@@ -159,6 +167,7 @@ def plan_groups(
     for base, specs in by_base([job.spec for job in jobs]).items():
         members, outline = [job for job in jobs if job.spec in specs], Outline.load(base)
         longest = max(longest_rows(job.data, options.deterministic) for job in members)
+        measured = capacity.models.get(base.model) if capacity else None
         costs = EstimatedCosts(
             outline=outline,
             layouts=[job.layout for job in members],
@@ -166,6 +175,7 @@ def plan_groups(
             rows=options.trainer.budget_on(torch.device("cuda"), longest),
             dtype=dtype_of(base, torch.device("cuda")),
             checkpointing=options.checkpointing,
+            tick_s=partial(measured.tick_s, checkpointing=options.checkpointing) if measured else None,
         )
         groups[base] = choose(costs, machine, divisor=outline.divisor)
     return groups

@@ -112,7 +112,8 @@ def _divisors(count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatedCosts:
-    """From shapes and rates alone. `rows`: of one lane's tick; `layouts`: of the group's jobs."""
+    """From shapes and rates. `rows`: of one lane's tick; `layouts`: of the group's jobs. `tick_s`: seconds of a tick of
+    so many rows on one GPU, where these have been measured (`capacity.BaseModel.tick_s`)."""
 
     outline: Outline
     layouts: Sequence[AdapterLayout]
@@ -120,6 +121,7 @@ class EstimatedCosts:
     rows: int
     dtype: torch.dtype
     checkpointing: bool = False
+    tick_s: Callable[[float], float] | None = None
 
     @property
     def _layer_parameters(self) -> int:
@@ -148,7 +150,8 @@ class EstimatedCosts:
     def rows_per_s(self, plan: Plan) -> float:
         """Gathers run under compute; reductions of a tensor-parallel base, four a layer, do not."""
         size, machine = self.dtype.itemsize, self.machine
-        compute_s = 4.0 * self.outline.num_parameters * self.rows / plan.tensor / machine.flops_per_s
+        alone_s = 4.0 * self.outline.num_parameters * self.rows / machine.flops_per_s
+        compute_s = (self.tick_s(self.rows) if self.tick_s else alone_s) / plan.tensor
         crosses = plan.shards * plan.tensor > machine.per_node
         shard_rate = machine.network_bytes_per_s if crosses else machine.node_bytes_per_s
         gathered = 2 * self.outline.num_parameters * size / plan.tensor * (plan.shards - 1) / plan.shards

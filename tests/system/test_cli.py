@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 import toy
+import yaml
 from rich.console import Console
 from toy_tokenizers import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -89,6 +90,18 @@ def test_check_shows_the_plan_for_several_gpus(tlora: Tlora) -> None:
     assert [line.endswith("← taken") for line in said[first + 2 :]] == [True, False, False, False, False]
     said = tlora("check", "small.yaml", "--gpus", "2", "--gpu-memory", "0.001").splitlines()
     assert said[-1].strip().startswith("No plan fits.")
+
+
+def test_check_goes_by_measured_ticks(tlora: Tlora, desk: Path) -> None:
+    tlora("profile", yaml.safe_load((desk / "small.yaml").read_text())["base"]["model"])
+    (path,) = (desk / "profiles").iterdir()
+    content = json.loads(path.read_text())
+    for row in content["ticks"]:
+        row["tick_ms"] = 1e6
+    path.write_text(json.dumps(content))
+    said = tlora("check", "small.yaml", "--gpus", "1", "--gpu-memory", "1", "--profile", str(path)).splitlines()
+    (rate,) = (int(line.split()[-3].replace(",", "")) for line in said if line.endswith("← taken"))
+    assert 0 < rate < 100
 
 
 def test_check_preview_train_resume_export(tlora: Tlora, desk: Path, base: Path) -> None:

@@ -1,5 +1,7 @@
 """Which plan is taken, and where jobs lie."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import toy
@@ -68,6 +70,14 @@ def test_the_fastest_plan_that_fits(shape: dict, gpus: int, memory: int, fits: b
         assert best.plan == Plan(replicas=gpus)  # nothing is gathered or reduced
     elif fits:
         assert best.plan.is_spread
+
+
+def test_measured_ticks_take_the_place_of_rates() -> None:
+    outline, machine = outline_of(**LLAMA_8B), Machine(gpus=2)
+    measured = replace(costs_of(outline, machine), tick_s=lambda rows: rows * 1e-4)
+    assert measured.rows_per_s(Plan(replicas=2)) == pytest.approx(2e4)
+    assert measured.rows_per_s(Plan(shards=2)) == pytest.approx(2e4)  # gathers run under compute
+    assert 1e4 < measured.rows_per_s(Plan(tensor=2)) < 2e4
 
 
 def test_the_fewest_gpus_with_room() -> None:
