@@ -14,21 +14,19 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
 from tlora.actors.names import NAMESPACE, SCHEDULER, STORE
-from tlora.base import Outline, default_device, dtype_of
+from tlora.actors.room import Room
 from tlora.data import load_tokenizer
-from tlora.errors import JobError, ModelError, StateError, TloraError
+from tlora.errors import JobError, StateError, TloraError
 from tlora.halting import Halts
 from tlora.job import JobRecord, State
 from tlora.local import Library
 from tlora.plan import Plan
-from tlora.planner import EstimatedCosts, Machine, fewest
 from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
@@ -104,8 +102,7 @@ class Worker:
         self._base = BaseSpec.model_validate(options.base)
         self._trainer: Trainer | None = None
         self._tokenizer: Any = None
-        self._needs: Plan | None = None
-        """What the base takes, once it has been looked at."""
+        self._room = Room(options, self._base)
         self._attempts: dict[str, int] = {}
         self._coming: dict[str, _Coming] = {}
         self._ended: dict[str, JobReport] = {}
@@ -170,6 +167,7 @@ class Worker:
     def _carry_out(self, orders: Orders) -> bool:
         """Let go of what is not in the orders, take in what is; whether nothing is left to be done."""
         self._forget(orders, self.mailbox.acknowledged())
+        self._room.forget(orders)
         for name in [name for name, coming in self._coming.items() if orders.jobs.get(name) != coming.order]:
             self._give_up(self._coming.pop(name))
         residents = list(self._trainer.jobs) if self._trainer else []
@@ -179,7 +177,8 @@ class Worker:
                 self._trainer.release(name, keep=name not in orders.drop)
         leaving = list(self._trainer.leaving) if self._trainer else []
         for name, order in orders.jobs.items():
-            if not any(name in where for where in (self._ended, self._coming, residents, leaving)):
+            known = any(name in where for where in (self._ended, self._coming, residents, leaving))
+            if not known and not self._room.is_crowded(name, len(self._others(name))):
                 self._read(name, order)
         for name, coming in list(self._coming.items()):
             if coming.job.done() and time.monotonic() >= coming.again_s:
@@ -217,7 +216,7 @@ class Worker:
         for name, job in trainer.jobs.items():
             job.share = job.spec.share * orders.shares.get(name, 1.0)
         if orders.token_budget and not self.options.token_budget and trainer.jobs:
-            longest = max(longest_rows(job.data, job.per_sequence) for job in trainer.jobs.values())
+            longest = max(map(_longest, trainer.jobs.values()))
             trainer.token_budget = int(max(min(orders.token_budget, self._most_rows), longest))
 
     def _read(self, name: str, order: Order) -> None:
@@ -227,7 +226,7 @@ class Worker:
             if spec.base != self._base:
                 raise StateError(f"got a job of base {spec.base.model}; this worker has {self._base.model}.")
             if self._trainer is None:
-                if self._lacks_room(spec):
+                if self._room.lacks_for_base(spec):
                     return
                 self._trainer = self._load()
             until_s = time.monotonic() + self.options.patience_s
@@ -235,37 +234,27 @@ class Worker:
         except (TloraError, OSError, RuntimeError) as error:
             self._end(name, order.attempt, error)
 
-    def _lacks_room(self, spec: JobSpec) -> bool:
-        """Whether this base and its first job want more than one worker, however small the ticks; the next report says
-        which. Raises ModelError if all that there may be are too few. Activations are estimates, so that a base whose
-        weights have room is tried."""
-        device = torch.device(self.options.device) if self.options.device else default_device()
-        if self._needs is None and self.options.most_workers and (memory := memory_bytes(device)):
-            outline = Outline.load(self._base)
-            machine = Machine(gpus=self.options.most_workers, per_node=self.options.per_node, memory_bytes=memory)
-            costs = partial(
-                EstimatedCosts,
-                outline=outline,
-                layouts=[outline.lay_out(spec.adapter)],
-                rows=self.options.token_budget or spec.data.max_length,
-                dtype=dtype_of(self._base, device),
-                checkpointing=self.options.checkpointing,
-            )
-            found = fewest(lambda machine: costs(machine=machine), machine, divisor=outline.divisor)
-            if found is None and costs(machine=machine).memory(Plan()).base > memory:
-                raise ModelError(
-                    f"base.model = {self._base.model!r}: no plan for {machine.gpus} workers of {memory / 2**30:.0f} "
-                    "GiB has room for it. Raise max_workers, lower the token budget, or set checkpointing."
-                )
-            self._needs = found or Plan()
-        return self._needs is not None and self._needs.ranks > 1
-
     def _prepare(self, trainer: Trainer, spec: JobSpec) -> ResidentJob:
         """In the reader's thread."""
         data = self._library.read(spec, trainer.supermodel.outline, self._tokenizer)
         if self.options.token_budget:
             trainer.refuse_longer(spec, data)
+        outline, others = trainer.supermodel.outline, self._others(spec.name)
+        layouts = [*(job.state.layout for job in others), outline.lay_out(spec.adapter)]
+        per_sequence = trainer.supermodel.deterministic
+        longest = max(longest_rows(each, per_sequence) for each in (data, *(job.data for job in others)))
+        self._room.refuse_beside(outline, layouts, longest)
         return trainer.prepare(spec, data, resume=True, record=JobRecord(spec.name), tokenizer=self._tokenizer)
+
+    def _others(self, name: str) -> list[ResidentJob]:
+        """All whose vectors are on the device, as far as one thread knows of another's, but the one of this name."""
+        if (trainer := self._trainer) is None:
+            return []
+        read = [coming.job for coming in list(self._coming.values()) if coming.job.done()]
+        jobs = [future.result() for future in read if not future.cancelled() and future.exception() is None]
+        here = {job.name: job for job in (*jobs, *trainer.leaving.copy().values(), *trainer.jobs.copy().values())}
+        here.pop(name, None)
+        return list(here.values())
 
     def _give_up(self, coming: _Coming) -> None:
         """A job that is not to come after all: what was read of it lets its folder go."""
@@ -306,12 +295,20 @@ class Worker:
         try:
             job = coming.job.result()
             if not self.options.token_budget:
-                longest = longest_rows(job.data, job.per_sequence)
-                trainer.token_budget = max(trainer.token_budget, 2 * longest)
+                longest = _longest(job)
+                trainer.token_budget = max(trainer.token_budget, int(min(2 * longest, max(self._most_rows, longest))))
             self._attempts[name], self._saved_s[name] = coming.order.attempt, time.monotonic()
             self._watch(name, coming.order)
             trainer.admit(job)
-        except (TloraError, OSError, RuntimeError) as error:  # out of memory is one of the last
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            error.__traceback__ = None  # it holds what there was no room for
+            self._attempts.pop(name, None)
+            others = self._others(name)
+            if not others:
+                self._end(name, coming.order.attempt, JobError(f"out of memory, though alone: {error}"))
+            elif isinstance(error, MemoryError) or not self._halve(trainer):  # else it is read again
+                self._room.crowd(name, coming.order.attempt, len(others), error)
+        except (TloraError, OSError, RuntimeError) as error:
             now_s = time.monotonic()
             if may_pass(error, now_s < coming.until_s):
                 if not coming.again_s:
@@ -352,20 +349,30 @@ class Worker:
 
     def _shrink(self, trainer: Trainer, error: torch.OutOfMemoryError) -> None:
         """Half the token budget, and the steps in flight once more. Where the longest sequence has a tick to itself
-        already, its job fails."""
-        trainer.supermodel.free_memory()
+        already, its job waits until it has fewer neighbours; without any, it fails."""
+        is_halved = self._halve(trainer)
         trainer.replay()
-        lengths = {name: longest_rows(job.data, job.per_sequence) for name, job in trainer.jobs.items()}
-        name = max(lengths, key=lambda name: lengths[name])
-        before, trainer.token_budget = trainer.token_budget, max(trainer.token_budget // 2, lengths[name])
-        self._most_rows = trainer.token_budget
-        if trainer.token_budget < before:
-            log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
+        if is_halved:
+            return
+        name = max(trainer.jobs, key=lambda name: _longest(trainer.jobs[name]))
+        if others := self._others(name):
+            self._room.crowd(name, self._attempts[name], len(others), error)
+            trainer.release(name)
             return
         trainer.detach(name)
         attempt = self._attempts.pop(name)
-        text = f"out of memory in a tick of {before} rows, the length of its longest sequence"
+        text = f"out of memory in a tick of {trainer.token_budget} rows, the length of its longest sequence"
         self._end(name, attempt, JobError(f"{text}. Lower data.max_length. ({error})"))
+
+    def _halve(self, trainer: Trainer) -> bool:
+        """Half the token budget, unless the longest sequence needs it all."""
+        trainer.supermodel.free_memory()
+        longest = max(map(_longest, trainer.jobs.values()), default=0)
+        before, trainer.token_budget = trainer.token_budget, max(trainer.token_budget // 2, longest)
+        self._most_rows = trainer.token_budget
+        if trainer.token_budget < before:
+            log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
+        return trainer.token_budget < before
 
     def _end(self, name: str, attempt: int, error: Exception) -> None:
         reason = str(error).removeprefix(f"job {name}: ")
@@ -374,15 +381,16 @@ class Worker:
         self.mailbox.changed.set()
 
     def _tell(self, applied: int) -> None:
-        jobs = dict(self._ended)
+        jobs = {**self._room.reports(), **self._ended}
         for name, coming in self._coming.items():
             jobs[name] = JobReport(coming.order.attempt, State.ATTACHING, coming.reason)
         for name, job in {**self._trainer.jobs, **self._trainer.leaving}.items() if self._trainer else ():
             jobs[name] = describe(job, self._attempts[name])
+        needs = self._room.needs
         self.mailbox.tell(
             replace(
                 self.mailbox.report(),
-                plan=self._needs if self._needs and self._needs.ranks > 1 else None,
+                plan=needs if needs and needs.ranks > 1 else None,
                 base_loads=self._loads,
                 applied=applied,
                 jobs=jobs,
@@ -393,15 +401,14 @@ class Worker:
         )
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Of a GPU; 0 on a CPU, which is not measured."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
 def may_pass(error: Exception, has_patience: bool) -> bool:
     """Whether a job may yet be taken in: its folder is still held by a process on its way out, or cut off; or its
     storage is away."""
     return isinstance(error, StateError) or (isinstance(error, OSError) and has_patience)
+
+
+def _longest(job: ResidentJob) -> int:
+    return longest_rows(job.data, job.per_sequence)
 
 
 def is_for(orders: Orders, name: str, attempt: int) -> bool:

@@ -18,7 +18,7 @@ from tlora.plan import Plan
 
 GATHERED_LAYERS = 2
 """Layers that a rank under FSDP2 holds whole at the worst moment: one in use, and what the next one comes in."""
-_SPARE = 0.9
+SPARE = 0.9
 """Part of a GPU's memory that a plan may fill."""
 
 
@@ -75,7 +75,7 @@ def choose(costs: Costs, machine: Machine, *, divisor: int) -> list[Choice]:
     choices = []
     for plan in plans(machine, divisor):
         memory = costs.memory(plan)
-        choices.append(Choice(plan, memory, costs.rows_per_s(plan), memory.total <= _SPARE * machine.memory_bytes))
+        choices.append(Choice(plan, memory, costs.rows_per_s(plan), memory.total <= SPARE * machine.memory_bytes))
     return sorted(choices, key=_order)
 
 

@@ -158,10 +158,10 @@ class Trainer:
         """Let a prepared job take part from the next tick on."""
         try:
             job.record.to(State.ATTACHING)
+            job.slot = self.supermodel.place(job.state)
         except BaseException:
             self.give_up(job)
             raise
-        job.slot = self.supermodel.place(job.state)
         self.jobs[job.name] = job
         job.record.to(State.RUNNING)
         begin = self._evaluate_or_settle if job.phase is Phase.EVALUATING else self._go_on

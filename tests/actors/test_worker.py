@@ -6,79 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import toy
-from safetensors.torch import load_file
+from worker_desk import Desk, adapter, alone, same
 
 from tlora import local, trainer
-from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
-from tlora.actors.worker import Worker
+from tlora.actors.messages import Orders, Report
 from tlora.checkpoint import STATE, JobFolder, read_meta, save_state
 from tlora.job import State
-from tlora.local import RunOptions, prepare, train
-from tlora.plan import Plan
-from tlora.spec import JobSpec
 from tlora.trainer import Trainer
-
-Adapter = dict[str, torch.Tensor]
-
-
-class Desk:
-    """Gives orders by hand, and steps the worker until something is seen."""
-
-    def __init__(self, folder: Path, **options: Any):
-        toy.write_base(folder)
-        self.folder, self.number = folder, 0
-        base = toy.named_job(folder, "a").base.model_dump()
-        self.worker = Worker(
-            WorkerOptions(group="g", base=base, deterministic=True, device="cpu", **{"patience_s": 0.0, **options}),
-            0,
-            "node",
-        )
-
-    def order(
-        self,
-        *specs: JobSpec,
-        attempt: int = 1,
-        drop: frozenset[str] = frozenset(),
-        stop: bool = False,
-        halt: dict[str, Any] | None = None,
-    ) -> None:
-        self.number += 1
-        jobs = {spec.name: Order(spec.model_dump(mode="json"), attempt, halt or {}) for spec in specs}
-        self.worker.mailbox.put(Orders(self.number, jobs, drop, stop))
-
-    def until(self, seen: Callable[[Report], bool], most: int = 2000) -> Report:
-        for _ in range(most):
-            self.worker.step()
-            if seen(self.worker.mailbox.report()):
-                return self.worker.mailbox.report()
-        raise AssertionError(f"never seen: {self.worker.mailbox.report()}")
-
-    def ends(self, name: str) -> JobReport:
-        return self.until(lambda report: name in report.jobs and report.jobs[name].state.is_terminal).jobs[name]
 
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
-
-
-def adapter(spec: JobSpec) -> Adapter:
-    return load_file(spec.folder / "adapter_model.safetensors")
-
-
-def alone(spec: JobSpec) -> Adapter:
-    """The adapter that the job would have had alone."""
-    spec = spec.model_copy(update={"output": f"{spec.output}-alone"})
-    options = RunOptions(deterministic=True, device="cpu")
-    (one,) = train(prepare([spec], options), options)
-    assert one.record.state is State.FINISHED
-    return adapter(spec)
-
-
-def same(one: Adapter, other: Adapter) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
 
 
 def test_a_job_of_another_base_is_refused(desk: Desk) -> None:
@@ -299,38 +239,6 @@ def test_told_to_stop_it_saves_and_ends(desk: Desk) -> None:
     assert read_meta(spec.folder)["step"] > 1
 
 
-def test_out_of_memory_halves_the_ticks_and_changes_no_bit(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = toy.named_job(desk.folder, "a", steps=4)
-    send, calls = Trainer._send, []
-
-    def fail_once(trainer: Trainer, *arguments: Any) -> None:
-        calls.append(trainer.token_budget)
-        send(trainer, *arguments)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(Trainer, "_send", fail_once)
-    desk.order(spec)
-    assert desk.ends("a").state is State.FINISHED
-    assert calls[2] == calls[1] // 2
-    monkeypatch.undo()
-    assert same(adapter(spec), alone(spec))
-
-
-def test_a_job_too_large_alone_fails_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(tmp_path, token_budget=64)
-    spec = toy.named_job(tmp_path, "a")
-
-    def fail(trainer: Trainer, *arguments: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(Trainer, "_send", fail)
-    desk.order(spec)
-    ended = desk.ends("a")
-    assert ended.state is State.FAILED
-    assert "out of memory in a tick of 32 rows, the length of its longest sequence" in ended.reason
-
-
 def test_reading_and_saving_hold_nobody_up(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that comes reads its state, and one that goes is saved, while the third ticks on."""
     never = {"steps": 400, "save_every": 400, "eval_every": 400}
@@ -397,30 +305,6 @@ def test_a_job_that_is_called_back_before_it_came_lets_its_folder_go(
     go_on.set()
     desk.order(spec, attempt=2)
     assert desk.ends("a").state is State.FINISHED
-
-
-def test_a_base_without_room_says_what_it_needs_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.actors.worker.memory_bytes", lambda device: 1)
-    monkeypatch.setattr("tlora.actors.worker.fewest", lambda costs, machine, divisor: Plan(shards=machine.gpus))
-    desk = Desk(tmp_path, most_workers=4)
-    desk.order(toy.named_job(tmp_path, "a"))
-    report = desk.until(lambda report: report.plan is not None)
-    assert report.plan == Plan(shards=4)
-    assert (report.jobs, report.base_loads) == ({}, 0)
-
-
-def test_a_base_whose_weights_alone_have_room_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.actors.worker.memory_bytes", lambda device: 200_000)  # they have about 140 kB
-    desk = Desk(tmp_path, most_workers=1)
-    desk.order(toy.named_job(tmp_path, "a", steps=1))
-    assert desk.ends("a").state is State.FINISHED
-
-
-def test_a_base_without_room_anywhere_fails_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.actors.worker.memory_bytes", lambda device: 1000)
-    desk = Desk(tmp_path, most_workers=4)
-    desk.order(toy.named_job(tmp_path, "a"))
-    assert "no plan for 4 workers" in desk.ends("a").reason
 
 
 def test_a_candidate_halts_at_its_rung_and_goes_on_as_if_it_had_not(desk: Desk) -> None:
