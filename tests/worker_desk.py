@@ -37,10 +37,12 @@ class Desk:
         drop: frozenset[str] = frozenset(),
         stop: bool = False,
         halt: dict[str, Any] | None = None,
+        **dealt: Any,
     ) -> None:
+        """`dealt`: shares and token budget."""
         self.number += 1
         jobs = {spec.name: Order(spec.model_dump(mode="json"), attempt, halt or {}) for spec in specs}
-        self.worker.mailbox.put(Orders(self.number, jobs, drop, stop))
+        self.worker.mailbox.put(Orders(self.number, jobs, drop, stop, **dealt))
 
     def until(self, seen: Callable[[Report], bool], most: int = 2000) -> Report:
         for _ in range(most):

@@ -13,6 +13,7 @@ from tlora import local, trainer
 from tlora.actors.messages import Orders, Report
 from tlora.checkpoint import STATE, JobFolder, read_meta, save_state
 from tlora.job import State
+from tlora.resident import ResidentJob
 from tlora.trainer import Trainer
 
 
@@ -43,6 +44,54 @@ def test_jobs_that_come_and_go_are_those_they_would_have_been_alone(desk: Desk) 
     for spec in (first, second):
         assert same(adapter(spec), alone(spec))
     assert desk.worker.mailbox.report().base_loads == 1
+
+
+def test_attaching_costs_the_others_no_more_than_one_tick(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the order to the first step of the job that comes, each look at the mailbox is a tick of the one there."""
+    never = {"steps": 2000, "save_every": 2000, "eval_every": 2000}
+    stays, comes = (toy.named_job(desk.folder, name, **never) for name in ("stays", "comes"))
+    desk.order(stays)
+    desk.until(lambda report: report.jobs["stays"].step > 1)
+    taken, take = list[str](), ResidentJob.take
+    monkeypatch.setattr(ResidentJob, "take", lambda job, count: taken.append(job.name) or take(job, count))
+    looks, step, prepare = list[bool](), desk.worker.step, Trainer.prepare
+    monkeypatch.setattr(desk.worker, "step", lambda: (taken.clear(), step(), looks.append("stays" in taken)))
+    monkeypatch.setattr(Trainer, "prepare", lambda *a, **b: toy.until(lambda: len(looks) > 5) and prepare(*a, **b))
+    desk.order(stays, comes)
+    desk.until(lambda report: "comes" in report.jobs and report.jobs["comes"].step == 2)
+    assert looks.count(False) <= 1
+
+
+def test_ticks_are_dealt_as_the_orders_say(desk: Desk) -> None:
+    """Shares, and rows of a tick: never fewer than a sequence takes, nor more than there was memory for."""
+    never = {"steps": 2000, "save_every": 2000, "eval_every": 2000}
+    more, less = (toy.named_job(desk.folder, name, **never, share=2.0, batch_size=8) for name in ("more", "less"))
+    desk.order(more, less, shares={"more": 3.0}, token_budget=96)
+    desk.until(lambda report: len(report.jobs) == 2 and all(job.step for job in report.jobs.values()))
+    trainer = desk.worker._trainer
+    assert trainer is not None
+    assert trainer.token_budget == 96
+    assert {name: job.share for name, job in trainer.jobs.items()} == {"more": 6.0, "less": 2.0}
+    before = desk.worker.mailbox.report().jobs
+    after = desk.until(lambda report: report.jobs["less"].step >= before["less"].step + 10).jobs
+    more_tokens, less_tokens = (after[name].tokens - before[name].tokens for name in ("more", "less"))
+    assert more_tokens > 1.5 * less_tokens
+    desk.order(more, less, token_budget=1)
+    desk.until(lambda report: report.applied == desk.number)
+    assert trainer.token_budget == 32, "as long as the longest sequence"
+    assert {job.share for job in trainer.jobs.values()} == {2.0}
+    desk.worker._most_rows = 64
+    desk.order(more, less, token_budget=96)
+    desk.until(lambda report: report.applied == desk.number)
+    assert trainer.token_budget == 64
+
+
+def test_rows_of_a_tick_that_settings_give_are_not_those_of_the_orders(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, token_budget=128)
+    desk.order(toy.named_job(tmp_path, "a", steps=2000), token_budget=96)
+    desk.until(lambda report: report.jobs["a"].step > 0)
+    assert desk.worker._trainer is not None
+    assert desk.worker._trainer.token_budget == 128
 
 
 def test_what_has_ended_is_told_until_the_orders_leave_it_out(desk: Desk) -> None:
