@@ -4,10 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pyarrow.fs import FileSystem
 from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 
-from tlora.actors import ray_train
+from tlora.actors import group, ray_train
 from tlora.actors.ray_train import _InPlace, _Told
 from tlora.plan import Plan
 
@@ -119,6 +120,24 @@ def test_a_unit_comes_and_goes_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> No
     desk.policy.size = 1
     assert isinstance(desk.look(1, 2, 3, 4, dead=(4,)), _InPlace)
     assert not desk.policy.pending
+
+
+@pytest.mark.parametrize(
+    ("storage", "folder"),
+    [
+        ("/mnt/all", "/mnt/all/_tlora/x"),
+        ("/mnt/what?/a#b", "/mnt/what?/a#b/_tlora/x"),
+        ("s3://bucket?region=x", "bucket/_tlora/x"),
+        ("s3://bucket/some/where/?region=eu-west-1&scheme=http", "bucket/some/where/_tlora/x"),
+        ("gs://anonymous@bucket/where?retry_limit_seconds=10", "bucket/where/_tlora/x"),
+    ],
+)
+def test_ray_train_writes_below_the_storage_whatever_its_address_asks_for(storage: str, folder: str) -> None:
+    found = group.below(storage, "_tlora/x")
+    if "://" in storage:
+        assert found.partition("?")[2] == storage.partition("?")[2]
+        found = FileSystem.from_uri(found)[1]
+    assert found == folder
 
 
 @pytest.mark.parametrize("size", [1, 3])
