@@ -3,7 +3,8 @@
 Units share no collective: single workers of a replicated base, or as many as a plan has ranks, which do among
 themselves. `_Workers` adds and lets go of single units, each in a placement group of its own, while the others go on:
 so a group changes its size, and so one that fails is replaced, as a whole. The controller is a named, detached actor,
-so that the scheduler's death stops nothing. With `resize: restart` a new size is a new start, by Ray Train's own code.
+so that the scheduler's death stops nothing. With `resize: restart` a new size is a new start, by Ray Train's own code;
+the controller and its placement groups are from here then too, for Ray Train's own would end with the scheduler.
 """
 
 import copy

@@ -157,7 +157,7 @@ def test_all_workers_killed_at_once_are_replaced(client: Client, tmp_path: Path)
 
 @pytest.mark.parametrize("client", [{"resize": "restart", "jobs_per_worker": 1}], indirect=True)
 def test_a_group_may_be_started_anew_to_change_its_size(client: Client, tmp_path: Path) -> None:
-    """`resize: restart` uses nothing of Ray Train that is not public; nothing is lost by it either."""
+    """With `resize: restart` Ray Train's own code ends and starts all workers; nothing is lost by it either."""
     first, second = (toy.named_job(tmp_path, name, steps=120, save_every=10) for name in ("first", "second"))
     client.submit([first])
     toy.until(lambda: step(client, "first") > 12)
