@@ -36,6 +36,7 @@ log = logging.getLogger("tlora")
 _TALK_S = 0.2
 _HEARD_S = 2.0
 """In which the first rank passes on to the scheduler what another has left at their store."""
+_BESIDES_S = 60.0
 _MEMORY = "tlora-memory"
 Lanes = tuple[int, ...]
 
@@ -387,6 +388,12 @@ def _weight(told: JobReport) -> tuple[int, bool, bool, bool]:
     return told.attempt, told.state.is_terminal, told.reason != ELSEWHERE, told.state is State.RUNNING
 
 
+def collective_s(options: WorkerOptions) -> float:
+    """The longest that a collective may take: ranks wait in one while another tries again to read or write a job's
+    files, or compiles."""
+    return min(options.stuck_after_s, options.patience_s + _BESIDES_S)
+
+
 def open_mesh(options: WorkerOptions, place: int, store: str) -> Mesh:
     """With the other ranks of a unit, at the store that its first one keeps."""
     host, _, port = store.rpartition(":")
@@ -396,4 +403,5 @@ def open_mesh(options: WorkerOptions, place: int, store: str) -> Mesh:
     except RuntimeError as error:
         raise GroupError(f"rank {place}: no store at {store}: {error}. The unit starts anew.") from error
     device = torch.device(options.device) if options.device else default_device()
-    return Mesh.open(options.plan, place, kept, device, timeout_s=options.stuck_after_s)
+    times = {"timeout_s": collective_s(options), "loading_s": options.stuck_after_s}
+    return Mesh.open(options.plan, place, kept, device, **times)

@@ -29,10 +29,13 @@ class Mesh:
     """One rank's place in a plan. torch's default process group must stand, with `plan.ranks` ranks and a backend for
     tensors in host memory."""
 
-    def __init__(self, plan: Plan, device: torch.device | str = "cpu", *, timeout_s: float = TIMEOUT_S):
+    def __init__(
+        self, plan: Plan, device: torch.device | str = "cpu", *, timeout_s: float = TIMEOUT_S, loading_s: float = 0.0
+    ):
         if dist.get_world_size() != plan.ranks:
             raise GroupError(f"plan {plan}: want {plan.ranks} ranks; got {dist.get_world_size()}.")
         self.plan, self.rank, self.device, self.timeout_s = plan, dist.get_rank(), torch.device(device), timeout_s
+        self._loading_s, self._num_loaded = max(loading_s, timeout_s), 0
         self.lane, self.part = plan.lane_of(self.rank), self.rank % plan.tensor
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         """By channel and ranks."""
@@ -45,7 +48,14 @@ class Mesh:
 
     @classmethod
     def open(
-        cls, plan: Plan, rank: int, store: Any, device: torch.device | str, *, timeout_s: float = TIMEOUT_S
+        cls,
+        plan: Plan,
+        rank: int,
+        store: Any,
+        device: torch.device | str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        loading_s: float = 0.0,
     ) -> "Mesh":
         """Make the default process group too, over a store of this group's own (a new prefix each time that its plan
         changes): NCCL between GPUs, gloo between hosts."""
@@ -59,7 +69,7 @@ class Mesh:
             )
         except RuntimeError as error:
             raise GroupError(f"rank {rank}: a group of {plan.ranks} did not come together: {error}.") from error
-        return cls(plan, device, timeout_s=timeout_s)
+        return cls(plan, device, timeout_s=timeout_s, loading_s=loading_s)
 
     def close(self) -> None:
         """Leave all groups; the process, and what it has in memory, stays for the next plan."""
@@ -149,12 +159,19 @@ class Mesh:
         return messages
 
     def together(self, action: Callable[[], _T]) -> _T:
-        """What every rank of the circle does by itself; what one of them raises, all raise."""
+        """What every rank of the circle does by itself, such as loading the base, for which one may need longer than a
+        collective may take; what one of them raises, all raise."""
         failure: Exception | None = None
         try:
             result = action()
         except (TloraError, OSError, RuntimeError) as error:
             failure = error
+        self._num_loaded += 1
+        keys = [f"tlora-loaded/{self.circle}/{self._num_loaded}/{rank}" for rank in self.circle]
+        store = dist.distributed_c10d._get_default_store()
+        with self._watched("loading", self.circle):
+            store.set(keys[self.circle.index(self.rank)], "")
+            store.wait(keys, timedelta(seconds=self._loading_s))
         for failed in self.share(failure):
             if failed is not None:
                 raise failed

@@ -7,6 +7,8 @@ import toy
 import unit_scenes
 from ranks import Ranks
 
+from tlora.actors.messages import WorkerOptions
+from tlora.actors.unit import collective_s
 from tlora.job import State
 from tlora.plan import Plan
 
@@ -59,6 +61,13 @@ def test_a_folder_held_elsewhere_is_waited_for_and_a_save_is_made_by_the_clock(r
     scene = unit_scenes.held_elsewhere_and_saved_by_the_clock
     seen, _ = ranks.run(2, unit_scenes.play, PLANS["parts"], folder, scene, 0.01)
     assert seen["held"].state is State.FINISHED
+
+
+def test_a_collective_that_hangs_is_found_out_in_minutes() -> None:
+    """25: though files may be tried again in it for five of them, and the base's loading take half an hour."""
+    base = {"model": "m"}
+    assert collective_s(WorkerOptions(group="g", base=base)) == 360.0
+    assert collective_s(WorkerOptions(group="g", base=base, stuck_after_s=30.0)) == 30.0
 
 
 @pytest.mark.parametrize("is_least", [False, True])

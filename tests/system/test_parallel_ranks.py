@@ -277,6 +277,11 @@ def test_a_rank_that_is_gone_is_found_out_in_time(plan: Plan, how: str, tmp_path
     _equal(tmp_path, mix[0])
 
 
+def test_loading_may_take_longer_than_a_collective(ranks: Ranks) -> None:
+    run = Run(plan=Plan(shards=2), timeout_s=1.0)
+    assert ranks.run(2, group_work.loads_slowly, run, 1, 60.0) == ["", ""]
+
+
 def test_a_talk_is_held_behind_a_tick_that_all_agree_on(ranks: Ranks) -> None:
     assert ranks.run(2, group_work.talks, Run(plan=Plan(shards=2)), [7, 9]) == [[7, 9, 9, 9]] * 2
 
