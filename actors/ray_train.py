@@ -14,7 +14,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -86,6 +86,8 @@ class _Seats(PlacementGroupHandle):
 class _Workers(WorkerGroup):
     """Of one group; a worker's bundle index is the place of its unit in `_Seats.groups`."""
 
+    _next_rank = 0
+
     @property
     def plan(self) -> Plan:
         return Plan(**self._train_run_context.train_loop_config["plan"])
@@ -133,19 +135,31 @@ class _Workers(WorkerGroup):
         super()._start_impl(builder)
         self._replace(self.get_workers())
 
-    def add(self, groups: list[PlacementGroup]) -> None:
-        """Start a unit in each of these placement groups, which are ready; the others go on meanwhile."""
+    def start_in(self, groups: list[PlacementGroup]) -> "Future[list[Worker]]":
+        """Begin to start a unit in each of these placement groups, which are ready, in a thread: that takes long, and
+        the others are polled meanwhile. `join` takes them in."""
         state, context = self._worker_group_state, self._worker_group_context
-        seats = state.placement_group_handle.groups
-        first_rank = 1 + max((worker.distributed_context.world_rank for worker in state.workers), default=-1)
+        seats, count = state.placement_group_handle.groups, len(groups) * self.plan.ranks
+        ranks = (worker.distributed_context.world_rank for worker in state.workers)
+        first_rank = max(self._next_rank, 1 + max(ranks, default=-1))
+        self._next_rank = first_rank + count
         indices = list(range(len(seats), len(seats) + len(groups)))
         seats += groups
+        pool = ThreadPoolExecutor(1, "tlora-start")
+        future = pool.submit(
+            self._create_workers, count, state.placement_group_handle, context.resources_per_worker, indices, first_rank
+        )
+        pool.shutdown(wait=False)
+        return future
+
+    def join(self, started: "Future[list[Worker]]", groups: list[PlacementGroup]) -> None:
+        """Take in units that have started; those that could not go, and others are asked for."""
+        state, context = self._worker_group_state, self._worker_group_context
         try:
-            handle, count = state.placement_group_handle, len(groups) * self.plan.ranks
-            workers = self._create_workers(count, handle, context.resources_per_worker, indices, first_rank)
+            workers = started.result()
             self._init_train_context(workers, state.sync_actor)
             ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in workers])
-        except Exception as error:  # of the new ones alone: they go, and others are asked for
+        except Exception as error:  # of the new ones alone
             log.warning("group=%s new workers did not start: %s", self._train_run_context.run_config.name, error)
             for group in groups:
                 remove_placement_group(group)
@@ -224,6 +238,8 @@ class _Told(ScalingPolicy):
         self.size, self.in_place, self.plan = size, in_place, plan
         self.pending: list[PlacementGroup] = []
         """Of units that are to come."""
+        self.starting: dict[Future[list[Worker]], list[PlacementGroup]] = {}
+        """Of units whose processes start."""
         self.leaving: set[tuple[str, int]] = set()
         """Nodes and process ids of one worker or more of each unit that is to go."""
 
@@ -254,14 +270,15 @@ class _Told(ScalingPolicy):
         for worker in worker_group_state.workers:
             units.setdefault(_seat(worker), []).append(_key(worker))
         staying = [unit for unit in units.values() if self.leaving.isdisjoint(unit)]
-        wanted = max(0, self.size - len(staying))
+        wanted = max(0, self.size - len(staying) - sum(map(len, self.starting.values())))
         for group in self.pending[wanted:]:
             remove_placement_group(group)
         self.pending = self.pending[:wanted]
         nodes = Counter(unit[0][0] for unit in staying)
         near = max(nodes, key=lambda node: (nodes[node], node), default=None)
         self.pending += reserve(wanted - len(self.pending), self.resources, self.plan, near)
-        if self.leaving or any(group.wait(0) for group in self.pending):
+        has_started = any(started.done() for started in self.starting)
+        if self.leaving or has_started or any(group.wait(0) for group in self.pending):
             return _InPlace(self.size, self.resources)
         return NoopDecision()
 
@@ -307,20 +324,29 @@ class GroupController(TrainController):
         if isinstance(decision, _InPlace) and workers:
             ready = [group for group in policy.pending if group.wait(0)]
             policy.pending = [group for group in policy.pending if group not in ready]
-            leaving, policy.leaving = policy.leaving, set()
-            seats = {_seat(worker) for worker in workers.get_workers() if _key(worker) in leaving}
+            if ready:
+                policy.starting[workers.start_in(ready)] = ready
+            for started in [started for started in policy.starting if started.done()]:
+                workers.join(started, policy.starting.pop(started))
+            seats = {_seat(worker) for worker in workers.get_workers() if _key(worker) in policy.leaving}
             gone = [worker for worker in workers.get_workers() if _seat(worker) in seats]
+            if len(gone) == len(workers.get_workers()) and policy.starting:
+                return self._go_on()  # Ray Train wants one at least
+            policy.leaving = set()
             if gone:
                 workers.let_go(gone)
-            if ready:
-                workers.add(ready)
             return self._go_on()
         if workers and (policy.in_place or policy.plan.ranks > 1):
             failed = workers.failed()
             if failed and len(failed) < len(workers.get_workers()):  # the others go on, and new ones join them
                 workers.let_go(failed)
                 return self._go_on()
+        policy.starting.clear()  # they go with the others' placement groups
         return super()._execute_resize_decision(decision)
+
+    def _is_training_succeeded(self, worker_group_status: Any) -> bool:
+        """Not while others start, in whose favour all may have been told to end."""
+        return not self._scaling_policy.starting and super()._is_training_succeeded(worker_group_status)
 
     def _go_on(self) -> TrainControllerLoopIterationResult:
         return TrainControllerLoopIterationResult(

@@ -1,15 +1,19 @@
 """What a group's policy decides, one look at a time: who is to come, who goes, when nothing is to be done."""
 
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import toy
 from pyarrow.fs import FileSystem
 from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 
 from tlora.actors import group, ray_train
-from tlora.actors.ray_train import _InPlace, _Told
+from tlora.actors.ray_train import GroupController, _InPlace, _Seats, _Told, _Workers
 from tlora.plan import Plan
 
 ALONE = Plan()
@@ -75,6 +79,139 @@ def test_new_workers_are_wanted_where_most_of_the_group_is(monkeypatch: pytest.M
     desk.policy.leaving = {("a", 1), ("a", 3)}
     desk.look(1, 2, 3, nodes="aba")
     assert [group.near for group in desk.policy.pending] == ["a", "b", "b"]
+
+
+@dataclass(frozen=True)
+class State:
+    """Of Ray Train's worker group, as much as is looked at."""
+
+    workers: list[Any]
+    placement_group_handle: Any
+    sync_actor: Any = None
+
+
+class HeldWorkers(_Workers):
+    """A group of one worker, in which others start when the test says so."""
+
+    def __init__(self) -> None:
+        self.go_on, self.ended = threading.Event(), list[int]()
+        self._worker_group_state = State([self.worker(0, 0)], _Seats([]))
+        self._worker_group_state.placement_group_handle.groups.append(FakeGroup())
+        self._worker_group_context = SimpleNamespace(resources_per_worker={}, train_fn_ref=None)
+        self._train_run_context = SimpleNamespace(
+            train_loop_config={"plan": asdict(ALONE)}, run_config=SimpleNamespace(name="g")
+        )
+
+    def worker(self, rank: int, seat: int) -> Any:
+        return SimpleNamespace(
+            metadata=SimpleNamespace(node_id="n", pid=rank),
+            placement_group_bundle_index=seat,
+            distributed_context=SimpleNamespace(world_rank=rank),
+            actor=SimpleNamespace(run_train_fn=SimpleNamespace(remote=lambda function: None)),
+        )
+
+    def _create_workers(self, count: int, seats: Any, resources: Any, indices: Any, rank: int) -> Any:  # type: ignore[override]
+        assert self.go_on.wait(20)
+        return [self.worker(rank + at, index) for at, index in enumerate(indices)]
+
+    def get_workers(self) -> Any:
+        return self._worker_group_state.workers
+
+    def _init_train_context(self, workers: Any, sync_actor: Any) -> None: ...
+
+    def _replace(self, workers: Any) -> None:
+        self._worker_group_state = replace(self._worker_group_state, workers=workers)
+
+    def let_go(self, leaving: Any) -> None:
+        self.ended += [worker.metadata.pid for worker in leaving]
+        self._replace([worker for worker in self.get_workers() if worker not in leaving])
+
+
+class HeldController(GroupController):
+    """Of such a group, one look at a time."""
+
+    def __init__(self, desk: Desk, workers: HeldWorkers):
+        self._scaling_policy, self._worker_group = desk.policy, workers
+
+    def look(self, dead: tuple[int, ...] = ()) -> None:
+        pids = [worker.metadata.pid for worker in self._worker_group.get_workers()]
+        statuses = {at: SimpleNamespace(running=pid not in dead) for at, pid in enumerate(pids)}
+        decision = self._scaling_policy.make_decision_for_running_worker_group(
+            self._worker_group._worker_group_state, SimpleNamespace(worker_statuses=statuses)
+        )
+        if isinstance(decision, _InPlace):
+            self._execute_resize_decision(decision)
+
+    def _go_on(self) -> Any: ...
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldController]:
+    """A group of one worker that is to have two more, whose processes take long to start."""
+    monkeypatch.setattr(ray_train.ray, "get", lambda refs: refs)
+    controller = HeldController(Desk(monkeypatch, size=3), HeldWorkers())
+    controller.look()
+    for asked in controller._scaling_policy.pending:
+        asked.is_ready = True
+    controller.look()
+    assert len(controller._worker_group.get_workers()) == 1
+    yield controller
+    controller._worker_group.go_on.set()
+
+
+def test_while_workers_start_the_others_are_looked_at(held: HeldController) -> None:
+    """A death is seen, a size is heard, and no room is asked for twice; those that started join at a later look."""
+    workers, policy = held._worker_group, held._scaling_policy
+    assert not policy.pending
+    held.resize(5, [])
+    held.look()
+    assert len(policy.pending) == 2
+    held.resize(3, [])
+    workers.go_on.set()
+    toy.until(lambda: held.look() or len(workers.get_workers()) == 3)
+    assert [worker.distributed_context.world_rank for worker in workers.get_workers()] == [0, 1, 2]
+    assert not policy.pending
+    workers.go_on.clear()
+    held.resize(4, [])
+    held.look()
+    policy.pending[0].is_ready = True
+    held.look()
+    held.look(dead=(1,))
+    assert workers.ended == [1]
+    assert len(policy.pending) == 1
+    workers.go_on.set()
+    toy.until(lambda: held.look() or len(workers.get_workers()) == 3)
+    assert [worker.distributed_context.world_rank for worker in workers.get_workers()] == [0, 2, 3]
+
+
+def test_the_last_one_is_let_go_of_once_another_has_started(held: HeldController) -> None:
+    """Else the group would have ended, and begun anew."""
+    workers = held._worker_group
+    ended = SimpleNamespace(finished=True, errors={})
+    held.resize(2, [("n", 0)])
+    held.look(dead=(0,))
+    assert not workers.ended
+    assert not held._is_training_succeeded(ended)
+    workers.go_on.set()
+    toy.until(lambda: held.look(dead=(0,)) or workers.ended == [0])
+    assert len(workers.get_workers()) == 2
+    assert held._is_training_succeeded(ended)
+
+
+def test_workers_that_do_not_start_are_asked_for_again(held: HeldController, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, policy = held._worker_group, held._scaling_policy
+    removed: list[FakeGroup] = []
+    monkeypatch.setattr(ray_train, "remove_placement_group", removed.append)
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no process")
+
+    monkeypatch.setattr(workers, "_init_train_context", fail)
+    workers.go_on.set()
+    toy.until(lambda: held.look() or removed)
+    assert len(removed) == 2
+    held.look()
+    assert len(policy.pending) == 2
 
 
 def test_those_told_to_leave_go_and_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
