@@ -371,6 +371,26 @@ def test_a_candidate_halts_at_its_rung_and_goes_on_as_if_it_had_not(desk: Desk) 
     assert same(adapter(spec), alone(spec))
 
 
+def test_a_job_that_another_worker_takes_up_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    ids, init = list[str](), wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **given: ids.append(given["id"]) or init(**given))
+    try:
+        for attempt in (1, 2):
+            desk = Desk(tmp_path)
+            spec = toy.named_job(tmp_path, "a", steps=60, save_every=100, tracking={"wandb": "offline"})
+            desk.order(spec, attempt=attempt)
+            report = desk.until(lambda report: report.jobs["a"].step > 3).jobs["a"]
+            desk.order()
+            desk.until(lambda report: not report.jobs)
+            assert read_meta(spec.folder)["step"] >= report.step
+            assert ids == [read_meta(spec.folder)["run_id"]] * attempt
+    finally:
+        wandb.teardown()
+    assert {path.stem for path in spec.folder.rglob("run-*.wandb")} == {f"run-{ids[0]}"}
+
+
 def test_rows_are_read_once_for_jobs_that_share_them(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     read, read_data = [], local.read_data
     monkeypatch.setattr(local, "read_data", lambda spec, *rest: read.append(spec.name) or read_data(spec, *rest))
