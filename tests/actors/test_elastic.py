@@ -9,11 +9,15 @@ import ray
 import toy
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.cluster_utils import Cluster
+from ray.util import placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from tlora.actors.names import NAMESPACE
+from tlora.actors.ray_train import reserve
 from tlora.actors.scheduler import connect
 from tlora.client import Client
 from tlora.job import State
+from tlora.plan import Plan
 
 
 @pytest.fixture
@@ -54,6 +58,37 @@ def test_demand_is_told_a_new_node_is_used_and_an_idle_one_let_go_of(cluster: Cl
     toy.until(lambda: not client.workers() and demand(cluster) == 0)
     toy.until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
     client.down()
+
+
+def test_units_are_placed_by_what_their_ranks_share(cluster: Cluster) -> None:
+    """On two nodes of two GPUs: a lane never leaves its node, lanes do so only for lack of room, single workers go to
+    the node that is named."""
+    one, two = (cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100_000_000).node_id for _ in range(2))
+
+    def places(plan: Plan, near: str | None = None) -> tuple[PlacementGroup, list[str]]:
+        (group,) = reserve(1, {"CPU": 1.0, "GPU": 1.0}, plan, near)
+        assert group.wait(30)
+        return group, list(placement_group_table(group)["bundles_to_node_id"].values())
+
+    def free(*groups: PlacementGroup, gpus: int) -> None:
+        for group in groups:
+            remove_placement_group(group)
+        toy.until(lambda: ray.available_resources().get("GPU") == gpus)
+
+    first, where = places(Plan(), one)
+    assert where == [one]
+    unit, where = places(Plan(shards=2))
+    assert where == [two, two], "where both lanes have room"
+    free(unit, gpus=3)
+    second, where = places(Plan(), two)
+    assert where == [two]
+    (lane,) = reserve(1, {"CPU": 1.0, "GPU": 1.0}, Plan(tensor=2))
+    assert not lane.wait(2), "a GPU is free on each node: no room for one lane of two"
+    remove_placement_group(lane)
+    unit, where = places(Plan(shards=2))
+    assert sorted(where) == sorted([one, two])
+    free(first, second, unit, gpus=4)
+    assert places(Plan(tensor=2))[1] in ([one], [two])
 
 
 def test_a_growing_group_stays_on_its_node_while_there_is_room(cluster: Cluster, tmp_path: Path) -> None:
