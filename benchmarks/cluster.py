@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.cluster_utils import Cluster
+
 from benchmarks import private_ray
 from tlora.actors.scheduler import connect
 from tlora.client import Client
@@ -29,15 +32,31 @@ def main() -> None:
     arguments = parser.parse_args()
     with private_ray.started(num_cpus=8) as folder:
         measure(folder, arguments.base.absolute(), arguments.jobs)
+    with private_ray.head() as (folder, cluster):
+        measure_joining(folder, arguments.base.absolute(), cluster)
+
+
+def job_in(folder: Path, name: str, model: Path, **changes: Any) -> JobSpec:
+    rows = "".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(64))
+    if not (path := folder / "rows.jsonl").exists():
+        path.write_text(rows)
+    values = {"name": name, "base": {"model": str(model)}, "data": {"path": str(path)}, "steps": 2}
+    return parse_job({**values, "output": str(folder / "out" / name), **changes})
+
+
+def measure_joining(folder: Path, base: Path, cluster: Cluster) -> None:
+    connect(ClusterSpec(storage=str(folder), state=str(folder / "state"), gpus_per_worker=0, cpus_per_worker=2.0))
+    client = Client()
+    client.submit([job_in(folder, "waits", base)])
+    until(lambda: get_cluster_status(cluster.address).resource_demands.placement_group_demand)
+    cluster.add_node(num_cpus=2)
+    say("node joined: first step of a job that waited", timed(lambda: until(lambda: step(client, "waits"))))
+    client.down()
 
 
 def measure(folder: Path, base: Path, count: int) -> None:
-    rows = "".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(64))
-    (folder / "rows.jsonl").write_text(rows)
-
     def job(name: str, model: Path = base, **changes: Any) -> JobSpec:
-        values = {"name": name, "base": {"model": str(model)}, "data": {"path": str(folder / "rows.jsonl")}, "steps": 2}
-        return parse_job({**values, "output": str(folder / "out" / name), **changes})
+        return job_in(folder, name, model, **changes)
 
     settings = ClusterSpec(storage=str(folder), state=str(folder / "state"), gpus_per_worker=0, max_workers=1)
     say("scheduler started", timed(lambda: connect(settings)))

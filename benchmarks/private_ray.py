@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ray
+from ray.cluster_utils import Cluster
 
 from tlora.actors.names import NAMESPACE
 
@@ -14,9 +15,7 @@ from tlora.actors.names import NAMESPACE
 @contextmanager
 def started(num_cpus: int) -> Iterator[Path]:
     """Its folder, which benchmarks may write to; workers import what this process does."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    path = os.environ.get("PYTHONPATH") or os.getcwd()
-    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+    environment = _environment()
     with tempfile.TemporaryDirectory(prefix="tl") as folder:
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAMESPACE,
                  log_to_driver=False, _temp_dir=folder, runtime_env={"env_vars": environment})  # fmt: skip
@@ -24,3 +23,27 @@ def started(num_cpus: int) -> Iterator[Path]:
             yield Path(folder)
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def head() -> Iterator[tuple[Path, Cluster]]:
+    """The folder, and a cluster of one node without room for workers, which others may join."""
+    environment = _environment()
+    with tempfile.TemporaryDirectory(prefix="tl") as folder:
+        os.environ["RAY_TMPDIR"] = folder
+        (Path(folder) / "ray").mkdir()
+        given = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=given)
+        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False,
+                 runtime_env={"env_vars": environment})  # fmt: skip
+        try:
+            yield Path(folder), cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def _environment() -> dict[str, str]:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    path = os.environ.get("PYTHONPATH") or os.getcwd()
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
