@@ -1,6 +1,7 @@
 """The whole cluster on a local Ray with CPU workers: whatever is killed, jobs end as they would have alone."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -187,19 +188,33 @@ def test_a_worker_killed_mid_tick_takes_its_unit_along_and_no_other(client: Clie
     assert all(toy.off_alone(spec) < 1e-8 for spec in specs)
 
 
-@pytest.mark.parametrize("client", [{"plan": {"tensor": 2}, "stuck_after_s": 30.0}], indirect=True)
+@pytest.mark.parametrize(
+    "client", [{"plan": {"tensor": 2}, "stuck_after_s": 30.0, "max_workers": 4, "idle_s": 600.0}], indirect=True
+)
 def test_a_worker_that_hangs_is_found_out_in_time(client: Client, tmp_path: Path) -> None:
-    """Jobs come at different times to the only unit; then one of its workers stands still."""
+    """Jobs come at different times to the only unit of a group; then one of its workers stands still. Another group,
+    of another base, goes on meanwhile."""
+    shutil.copytree(tmp_path / "base", tmp_path / "other")
+    other = {"base": {"model": str(tmp_path / "other"), "dtype": "float64"}, "steps": 100_000, "save_every": 1000}
+    client.submit([toy.named_job(tmp_path, "apart", **other)])
+    toy.until(lambda: step(client, "apart") > 0)
+    (apart,) = client.workers()
     specs = [in_float64(tmp_path, f"job{n}", steps=40 * (n + 1)) for n in range(2)]
     client.submit(specs[:1])
     toy.until(lambda: step(client, "job0") > 3)
     client.submit(specs[1:])
     toy.until(lambda: step(client, "job1") > 6)
-    (unit,) = client.workers()
+    (unit,) = (worker for worker in client.workers() if worker["pids"] != apart["pids"])
     os.kill(unit["pids"][1], signal.SIGSTOP)
+    before = step(client, "apart")
+    toy.until(lambda: step(client, "apart") > before + 10)
+    assert unit["pids"] in [worker["pids"] for worker in client.workers()], "it is not found out yet"
+    client.pause(["apart"])
     rows = client.wait([spec.name for spec in specs])
     assert [row["state"] for row in rows] == ["finished"] * 2
     assert rows[1]["attempt"] >= 2
+    assert apart["pids"] in [worker["pids"] for worker in client.workers()]
+    assert (client.status(["apart"])[0]["attempt"], client.status(["apart"])[0]["state"]) == (1, State.PAUSED)
     assert all(toy.off_alone(spec) < 1e-8 for spec in specs)
 
 
