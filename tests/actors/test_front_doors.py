@@ -16,6 +16,7 @@ import toy
 import yaml
 
 RAY_MAIN = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
+SECRETS = {"WANDB_API_KEY": "hush-wandb-0123456789", "HF_TOKEN": "hush-hub-0123456789"}
 Shell = dict[str, str]
 
 
@@ -26,7 +27,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     with tempfile.TemporaryDirectory(prefix="tl") as short:
         (token := tmp_path / "token").write_text("0123456789abcdef" * 4)
         changes = {"HOME": str(tmp_path), "PYTHONPATH": str(toy.ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token",
-                   "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": short}  # fmt: skip
+                   "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": short, **SECRETS}  # fmt: skip
         environment = {**{key: os.environ[key] for key in os.environ if not key.startswith("RAY_")}, **changes}
         command = [*RAY_MAIN, "start", "--head", "--block", "--port=0", "--num-cpus=4", "--node-ip-address=127.0.0.1",
                    "--dashboard-port=0", "--dashboard-agent-listen-port=0",  # else that of another Ray here
@@ -108,6 +109,17 @@ def test_from_up_to_down(shell: Shell, tmp_path: Path) -> None:
     assert rows(shell)["child"]["state"] in ("queued", "attaching", "running")
     tlora(shell, "down")
     tlora(shell, "status", wanted=2)
+    assert_kept(tmp_path, Path(shell["RAY_TMPDIR"]))
+
+
+def assert_kept(*folders: Path) -> None:
+    """No file of the journal, the storage or the logs holds a secret of the environment."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"journal.db", "ray.log"} <= names
+    assert any("worker" in name and name.endswith(".err") for name in names), "Ray's logs were looked through, too"
+    assert any(path.parent.name == "journal" for path in files), "and the storage's objects"
+    assert not [path for path in files if b"hush-" in path.read_bytes()]
 
 
 def start(shell: Shell, *arguments: str) -> "subprocess.Popen[bytes]":
