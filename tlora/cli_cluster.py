@@ -60,7 +60,8 @@ def submit(
         console.print(f"checking {len(specs)} job(s) and {len(sweeps)} sweep(s) …", highlight=False)
         prepare([*specs, *(sweep.first for sweep in sweeps)])
         client = Client()
-        new = client.submit(specs) + [sweep.name for sweep in sweeps if client.sweep(sweep)]
+        new = client.submit(specs, check=False)
+        new += [sweep.name for sweep in sweeps if client.sweep(sweep, check=False)]
         names = [spec.name for spec in (*specs, *sweeps)]
         console.print(f"{len(new)} new, {len(names) - len(new)} known already", highlight=False)
         for row in client.status(names):
