@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tlora.actors import rows
 from tlora.actors.folders import Folders
 from tlora.actors.journal import EMPTY, Change, Entry, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
@@ -127,6 +128,7 @@ class Roster:
             raise StateError("\n".join(faults))
         for entry in self.journal.add(new, now_s, halts) if new else ():
             self._put(entry)
+            log.info("job=%s submitted: %d job(s) are queued", entry.name, self.counts[State.QUEUED])
         return [name for name, _ in new]
 
     def refuse_sweep(self, name: str, folder: Path) -> None:
@@ -175,7 +177,8 @@ class Roster:
                 changes.append(Change(name, wish="", reason="", halt=halt))
             elif halt:
                 changes.append(Change(name, halt=halt))
-        self._change(changes, now_s)
+        why = "its sweep lets it go on" if halts else "resumed by its user"
+        self._change(changes, now_s, dict.fromkeys(names, why))
 
     def train(self, spec: JobSpec, halt: dict[str, Any], now_s: float) -> None:
         """A sweep's candidate is to go on as far as `halt` says, from wherever it is; one that has ended stays so, and
@@ -210,8 +213,9 @@ class Roster:
             raise StateError(f"job {name} is not known here. `tlora status` lists those that are.")
         return self.jobs[name]
 
-    def _change(self, changes: Sequence[Change], now_s: float) -> None:
-        """Write changes down, with the numbers of jobs that leave their places."""
+    def _change(self, changes: Sequence[Change], now_s: float, reasons: Mapping[str, str] | None = None) -> None:
+        """Write changes down, with the numbers of jobs that leave their places; `reasons`: where the journal's own do
+        not say why."""
         told = [
             replace(change, numbers=_numbers(self.progress[change.name]))
             if change.place == "" and change.name in self.progress
@@ -219,7 +223,19 @@ class Roster:
             for change in changes
         ]
         for entry in self.journal.change(told, now_s) if told else ():
+            before = self.jobs[entry.name]
             self._put(entry)
+            if (entry.state, entry.wish) != (before.state, before.wish):
+                self._log(entry, before.place, (reasons or {}).get(entry.name, entry.reason))
+
+    def _log(self, entry: Entry, place: str, reason: str) -> None:
+        """What has become of a job, or is to: where, why, and how far it has come."""
+        seen, told = self.workers.get(entry.place or place), self.progress.get(entry.name)
+        log.info(
+            "job=%s group=%s %s%s%s: worker=%s attempt=%d step=%d/%d", entry.name, seen.report.group if seen else "-",
+            entry.state, f", is to be {entry.wish}" * bool(entry.wish), f", {reason}" * bool(reason),
+            (entry.place or place)[:8] or "-", entry.attempt, told.step if told else 0, told.num_steps if told else 0,
+        )  # fmt: skip
 
     def _put(self, entry: Entry) -> None:
         """A job as it now is, in every index."""
@@ -346,16 +362,18 @@ class Roster:
                 self._lose(place, "its worker did not come back", now_s)
 
     def _lose(self, worker: str, reason: str, now_s: float) -> None:
-        if seen := self.workers.pop(worker, None):
-            self.losses[seen.report.group] += 1
         changes = []
         again = f"{reason}: goes on from its last save"
         for name in self.jobs_at(worker):
             entry = self.jobs[name]
-            change = self._let_go(entry) if entry.wish else Change(name, state=State.QUEUED, place="", reason=again)
-            log.warning("job=%s %s: %s", name, change.state, reason)
-            changes.append(change)
-        self._change(changes, now_s)
+            lost = Change(name, state=State.QUEUED, place="", reason=again)
+            changes.append(self._let_go(entry) if entry.wish else lost)
+        seen = self.workers.get(worker)
+        group = seen.report.group if seen else "-"
+        log.warning("group=%s worker=%s is lost with %d job(s): %s", group, worker[:8], len(changes), reason)
+        self._change(changes, now_s, {change.name: again for change in changes if change.state is State.QUEUED})
+        if self.workers.pop(worker, None):
+            self.losses[group] += 1
 
     # --- what the plan says
 
@@ -399,7 +417,7 @@ class Roster:
         changes += [
             Change(name, wish="moved") for name in leaving if self.jobs[name].place and not self.jobs[name].wish
         ]
-        self._change(changes, now_s)
+        self._change(changes, now_s, plan.reasons)
         self._shares.update((name, round(share) or 1) for name, share in plan.shares.items())
         for name, budget in plan.budgets.items():
             self.workers[name].budget = budget
@@ -409,10 +427,6 @@ class Roster:
             for name, reason in waits.items()
             if name in self.jobs and name not in places and self.jobs[name].state is State.QUEUED
         }
-        for name, worker in places.items():
-            log.info("job=%s placed on worker %s: %s", name, worker[:8], plan.reasons[name])
-        for name in leaving:
-            log.info("job=%s leaves its worker: %s", name, plan.reasons.get(name, "its node is drained"))
 
     def dismiss(self, worker: str) -> Report:
         """A worker without jobs is to end; returns its last report."""
@@ -437,55 +451,11 @@ class Roster:
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """One mapping a job, in order of submission: ready for JSON."""
         wanted = None if names is None else [self.entry(name).name for name in names]
-        return [self._row(self.jobs[name]) for name in (list(self.jobs) if wanted is None else wanted)]
+        return [rows.of_job(self, self.jobs[name]) for name in (list(self.jobs) if wanted is None else wanted)]
 
     def describe_workers(self) -> list[dict[str, Any]]:
         """One mapping a worker that has been heard of."""
-        return [
-            {
-                "group": seen.report.group,
-                "worker": name[:8],
-                "rank": seen.report.rank,
-                "node": seen.report.node,
-                "pid": seen.report.pid,
-                "pids": [pid for _, pid in seen.report.processes],
-                "base_loads": seen.report.base_loads,
-                "jobs": sorted(seen.report.jobs),
-                "ticks": seen.report.ticks,
-                "tick_s": seen.report.tick_s,
-                "busy_s": seen.report.busy_s,
-                "lost": self.losses[seen.report.group],
-            }
-            for name, seen in self.workers.items()
-        ]
-
-    def _row(self, entry: Entry) -> dict[str, Any]:
-        told = self.progress.get(entry.name)
-        seen = self.workers.get(entry.place)
-        waits = {
-            State.QUEUED: self.waits.get(entry.name),
-            State.ATTACHING: told.reason if told and told.attempt == entry.attempt else None,
-        }.get(entry.state)
-        return {
-            "name": entry.name,
-            "state": entry.state.value,
-            "reason": waits or entry.reason,
-            "group": seen.report.group if seen else "",
-            "worker": entry.place[:8],
-            "attempt": entry.attempt,
-            "halts": bool(entry.halt),
-            "share": entry.spec["share"],
-            "step": told.step if told else 0,
-            "num_steps": told.num_steps if told else 0,
-            "lanes": list(told.lanes) if told and entry.place else [],
-            "loss": told.loss if told else None,
-            "eval_loss": told.eval_loss if told else None,
-            "tokens": told.tokens if told else 0,
-            "tokens_per_s": told.tokens_per_s if told and entry.place else 0.0,
-            "output": entry.spec["output"],
-            "submitted_s": entry.submitted_s,
-            "changed_s": entry.changed_s,
-        }
+        return rows.of_workers(self)
 
 
 def _numbers(told: JobReport) -> dict[str, Any]:
