@@ -54,7 +54,8 @@ PRAGMA user_version = 1
 class Entry:
     """A job as it last was. `attempt` is raised at each placement: what is said of an earlier one is stale. `place` is
     empty for nowhere. `wish`: what its worker is still to do. `numbers`: its steps, tokens and losses, when it last
-    left a place. `halt`: where a sweep's candidate stops next, until it has."""
+    left a place. `halt`: where a sweep's candidate stops next, until it has. `restarts`: times that it lost its worker.
+    """
 
     name: str
     spec: dict[str, Any]
@@ -67,6 +68,7 @@ class Entry:
     wish: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
     halt: dict[str, Any] = field(default_factory=dict)
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Change:
     wish: str | None = None
     numbers: dict[str, Any] | None = None
     halt: dict[str, Any] | None = None
+    restarts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

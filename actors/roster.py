@@ -96,12 +96,17 @@ class Roster:
         self._dismissed: set[str] = set()
         """Workers that are to end: what they say does not count."""
         self._began_s = self._looked_s = now_s
+        self._most: Counter[tuple[str, str]] = Counter()
+        """Steps and tokens that each job has ever reached."""
         self.losses: Counter[str] = Counter()
         """Workers that were lost, by group."""
+        self.totals: Counter[tuple[str, str, str]] = Counter()
+        """Of all jobs: what, group, job. Steps and tokens that were repeated count once."""
         for entry in journal.entries():
             self._put(entry)
+            self.totals["restarts", "", entry.name] += entry.restarts
             if entry.numbers:
-                self.progress[entry.name] = JobReport(entry.attempt, entry.state, **entry.numbers)
+                self._count(entry.name, JobReport(entry.attempt, entry.state, **entry.numbers), "")
 
     # --- what users ask for
 
@@ -314,7 +319,7 @@ class Roster:
         for name in self.jobs_at(report.worker):
             entry, told = self.jobs[name], report.jobs.get(name)
             if told is not None and told.attempt == entry.attempt:
-                self.progress[name] = told
+                self._count(name, told, report.group)
                 self._view.progress(entry, told, now_s)
                 if told.state.is_terminal:
                     changes.append(Change(name, state=told.state, reason=told.reason, place="", wish=""))
@@ -326,6 +331,13 @@ class Roster:
             elif entry.wish and seen.orders and name not in seen.orders.jobs and report.applied >= seen.orders.number:
                 changes.append(self._let_go(entry))
         self._change(changes, now_s)
+
+    def _count(self, name: str, told: JobReport, group: str) -> None:
+        self.progress[name] = told
+        for what, reached in (("steps", told.step), ("tokens", told.tokens)):
+            if (gain := reached - self._most[what, name]) > 0:
+                self._most[what, name] = reached
+                self.totals[what, group, name] += gain
 
     @staticmethod
     def _let_go(entry: Entry) -> Change:
@@ -366,10 +378,11 @@ class Roster:
         again = f"{reason}: goes on from its last save"
         for name in self.jobs_at(worker):
             entry = self.jobs[name]
-            lost = Change(name, state=State.QUEUED, place="", reason=again)
+            lost = Change(name, state=State.QUEUED, place="", reason=again, restarts=entry.restarts + 1)
             changes.append(self._let_go(entry) if entry.wish else lost)
         seen = self.workers.get(worker)
         group = seen.report.group if seen else "-"
+        self.totals.update({("restarts", group, change.name): 1 for change in changes if change.restarts})
         log.warning("group=%s worker=%s is lost with %d job(s): %s", group, worker[:8], len(changes), reason)
         self._change(changes, now_s, {change.name: again for change in changes if change.state is State.QUEUED})
         if self.workers.pop(worker, None):
@@ -447,6 +460,12 @@ class Roster:
                 del self.workers[worker]
 
     # --- what users see
+
+    def share(self, name: str) -> float:
+        """Part of its worker's ticks that is planned for a job; 0: it is on none, or to leave it."""
+        mates = [each for each in self.jobs_at(self.jobs[name].place) if not self.jobs[each].wish]
+        weights = {each: self.jobs[each].spec["share"] * self._shares.get(each, 1.0) for each in mates}
+        return float(weights[name] / sum(weights.values())) if name in weights else 0.0
 
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """One mapping a job, in order of submission: ready for JSON."""

@@ -271,7 +271,9 @@ class Scheduler:
             if now_s - self._published_s > _PUBLISH_S:
                 self._published_s = now_s
                 placed, workers = roster.status(roster.placed()), roster.describe_workers()
-                self._metrics.publish(roster.counts, placed, workers, now_s)
+                totals: dict[tuple[str, ...], int] = {("losses", name): lost for name, lost in roster.losses.items()}
+                totals.update(roster.totals.items())
+                self._metrics.publish(roster.counts, placed, workers, totals, now_s)
         for name, (size, leaving) in list(self._untold.items()):
             if name not in self._starting and group.resize(name, size, leaving):
                 del self._untold[name]
