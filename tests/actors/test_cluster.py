@@ -100,7 +100,8 @@ def test_a_scheduler_that_is_told_to_end_goes_though_its_client_is_gone(client: 
     spec = toy.named_job(tmp_path, "long", steps=60, save_every=1000)
     client.submit([spec])
     toy.until(lambda: step(client, "long") > 5)
-    client._scheduler.close.remote()  # what a client leaves that is stopped amid `down`
+    for _ in range(2):
+        client._scheduler.close.remote()  # what a client leaves that is stopped amid `down`
     with pytest.raises(ClusterError, match="on its way out"):
         toy.until(lambda: connect(toy.cluster_spec(tmp_path)) and None, 5.0)
     toy.until(lambda: "tlora-scheduler" not in ray.util.list_named_actors(all_namespaces=False))
