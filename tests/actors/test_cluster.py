@@ -2,13 +2,15 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import ray
 import toy
 
-from tlora.actors.names import MARK, NAMESPACE
+from tlora.actors import group
+from tlora.actors.names import GROUP, MARK, NAMESPACE, SCHEDULER
 from tlora.actors.scheduler import connect
 from tlora.checkpoint import STATE, read_meta
 from tlora.client import Client
@@ -108,6 +110,27 @@ def test_a_scheduler_that_is_told_to_end_goes_though_its_client_is_gone(client: 
     connect(toy.cluster_spec(tmp_path))
     assert Client().wait(["long"])[0]["state"] == State.FINISHED
     assert toy.equals_alone(spec)
+
+
+def test_a_scheduler_killed_amid_a_groups_start_comes_back_to_one_group(client: Client, tmp_path: Path) -> None:
+    """Once as soon as the group's controller has its name, and once it answers, before its first worker."""
+    client.submit([toy.named_job(tmp_path, "a", steps=4)])
+    for is_there in (lambda name: True, answers):
+        (name,) = toy.until(lambda is_there=is_there: [name for name in group.names() if is_there(name)])
+        ray.kill(ray.get_actor(SCHEDULER, namespace=NAMESPACE), no_restart=False)
+        assert client.status(["a"])[0]["state"] == State.QUEUED, "no worker was there yet"
+    assert client.wait(["a"])[0]["state"] == State.FINISHED
+    assert group.names() == [name], "the one that answered was found again, and it alone is there"
+    assert toy.equals_alone(toy.named_job(tmp_path, "a", steps=4))
+    pools = ray.util.placement_group_table().values()
+    assert sum(pool["state"] != "REMOVED" for pool in pools) == len(client.workers())
+
+
+def answers(name: str) -> bool:
+    """Whether a group's controller has been made; asked without a word to run."""
+    with suppress(ray.exceptions.RayError, ValueError):
+        return bool(ray.get(ray.get_actor(GROUP + name, namespace=NAMESPACE).describe.remote(), timeout=2.0))
+    return False
 
 
 def test_the_mark_of_the_outputs_is_made_once(client: Client, tmp_path: Path) -> None:
