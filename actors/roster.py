@@ -6,6 +6,7 @@ Every transition is in the journal before anyone acts on it.
 
 import json
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -78,6 +79,8 @@ class Roster:
         """Of bases for which a worker has found that it has no room by itself."""
         self.foretold: Mapping[str, Foretold] = {}
         """Of candidates of sweeps."""
+        self.room: Sequence[int] | None = None
+        """Workers for which each machine has room, if all are there for them; None: not known."""
         self._profiled = Capacity.load(Path(spec.profile).expanduser()).models if spec.profile else {}
         self._shares: dict[str, float] = {}
         """Of each tick, by job, as planned."""
@@ -393,6 +396,11 @@ class Roster:
     def plan_of(self, base: str) -> BasePlan:
         """How a new group's units are to hold a base."""
         return self.plans.get(base, BasePlan()) if self.spec.plan == "auto" else self.spec.plan.plan
+
+    def most_units(self, base: str) -> float:
+        """Of a base, on the machines that are here."""
+        plan = self.plan_of(base)
+        return math.inf if self.room is None else sum(each // plan.tensor for each in self.room) // plan.lanes
 
     def misfits(self) -> dict[str, str]:
         """Groups whose plan is not their base's any more, each with the reason."""

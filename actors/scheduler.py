@@ -258,6 +258,9 @@ class Scheduler:
             self._roster.journal.flush()
             self._flushed_s = time.monotonic()
         foretold = self._foretell()
+        if is_due := time.monotonic() - self._asked_s > _ASK_S:
+            self._asked_s = time.monotonic()
+            self._roster.room = self._room()
         with self._lock:
             if self._is_closed:
                 return
@@ -279,13 +282,19 @@ class Scheduler:
                 del self._untold[name]
         for name in plan.stops | misfits.keys():
             self._stop(name, misfits.get(name) or plan.reasons[name])
-        if time.monotonic() - self._asked_s > _ASK_S:
-            self._asked_s = time.monotonic()
-            for name in filter(group.has_ended, self._silent_groups()):
-                self._stop(name, "its controller is gone")
+        for name in filter(group.has_ended, self._silent_groups() if is_due else ()):
+            self._stop(name, "its controller is gone")
         for base, size in plan.starts.items():
             if not self._unadopted and time.monotonic() >= self._not_before_s.get(base, 0.0):
                 self._start(base, size, plan.reasons[f"base {base}"])
+
+    def _room(self) -> list[int]:
+        """Workers for which each machine has room."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        cpus, gpus = self._spec.cpus_per_worker, self._spec.gpus_per_worker
+        return [
+            min([int(has.get("CPU", 0) / cpus), *([int(has.get("GPU", 0) // gpus)] if gpus else [])]) for has in nodes
+        ]
 
     def _foretell(self) -> Mapping[str, Foretold]:
         """What sweeps expect of their candidates; what they said last, while their files are away."""

@@ -211,6 +211,13 @@ def test_a_worker_killed_mid_tick_takes_its_unit_along_and_no_other(client: Clie
     assert all(toy.off_alone(spec) < 1e-8 for spec in specs)
 
 
+@pytest.mark.parametrize("client", [{"plan": {"shards": 16}, "max_workers": 16}], indirect=True)
+def test_a_plan_that_is_larger_than_the_cluster_says_so(client: Client, tmp_path: Path) -> None:
+    client.submit([toy.named_job(tmp_path, "a")])
+    text = "waits for machines: 1 unit(s) of 16 workers of its base are asked for, those here have room for 0"
+    toy.until(lambda: client.status(["a"])[0]["reason"] == text)
+
+
 @pytest.mark.parametrize("client", [{"plan": {"tensor": 2}, "stuck_after_s": 30.0}], indirect=True)
 def test_a_worker_that_hangs_is_found_out_in_time(client: Client, tmp_path: Path) -> None:
     """Jobs come at different times to the only unit; then one of its workers stands still."""

@@ -244,6 +244,13 @@ def test_why_a_job_waits_is_told(desk: Desk) -> None:
     desk.submit("a")
     desk.plan()
     assert desk.roster.status()[0]["reason"] == "waits for 2 worker(s) that are starting"
+    desk.roster.plans[desk.roster.base_of(desk.roster.entry("a"))] = BasePlan(shards=2, tensor=4)
+    desk.roster.room = [4, 3, 1]
+    desk.plan()
+    assert "2 unit(s) of 8 workers of its base are asked for, those here have room for 0" in desk.roster.waits["a"]
+    desk.roster.room = [4, 9]
+    desk.plan()
+    assert "those here have room for 1" in desk.roster.waits["a"]
 
 
 @pytest.mark.parametrize(
