@@ -1,7 +1,8 @@
 """The scheduler's journal: every job as it last was, and every change as an event. No Ray, no torch.
 
-All of it is in a database on the head's own disk. What must survive the loss of the head (new jobs, ends, pauses,
-changed specs) is also in a storage folder that other machines reach: one small object a batch, never written again.
+All of it is in a database on the head's own disk. What must survive the loss of the head (new jobs, ends, pauses, what
+users wish of placed jobs, changed specs) is also in a storage folder that other machines reach: one small object a
+batch, never written again.
 One process has it open, any of its threads may call; when a job changes is for the roster to say.
 """
 
@@ -37,6 +38,8 @@ _HEAD = 1 << 32
 them: so they are above any that were lost unseen, and above those of a former head that is only cut off."""
 _PATIENCE_S = 10.0
 """What a write may take, so that a storage that hangs holds nobody up for longer."""
+_BY_USERS = {"paused": State.PAUSED, "cancelled": State.CANCELLED, "dropped": State.CANCELLED}
+"""What a job becomes by a wish that somebody was told is taken down."""
 _SCHEMA = """
 CREATE TABLE home (storage TEXT NOT NULL);
 CREATE TABLE jobs (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry TEXT NOT NULL);
@@ -51,7 +54,8 @@ PRAGMA user_version = 1
 class Entry:
     """A job as it last was. `attempt` is raised at each placement: what is said of an earlier one is stale. `place` is
     empty for nowhere. `wish`: what its worker is still to do. `numbers`: its steps, tokens and losses, when it last
-    left a place. `halt`: where a sweep's candidate stops next, until it has."""
+    left a place. `halt`: where a sweep's candidate stops next, until it has. `restarts`: times that it lost its worker.
+    """
 
     name: str
     spec: dict[str, Any]
@@ -64,6 +68,7 @@ class Entry:
     wish: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
     halt: dict[str, Any] = field(default_factory=dict)
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class Change:
     wish: str | None = None
     numbers: dict[str, Any] | None = None
     halt: dict[str, Any] | None = None
+    restarts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +174,8 @@ class Journal:
 
     def change(self, changes: Sequence[Change], now_s: float) -> list[Entry]:
         """Change jobs in order, all or none; returns each as its change left it. Raises StateError if one is unknown or
-        a transition illegal. Ends, pauses and specs are stored before this returns, or else by a later `flush`: no
-        finished job becomes unfinished because a storage is away."""
+        a transition illegal. Ends, pauses, wishes of users and specs are stored before this returns, or else by a
+        later `flush`: no finished job becomes unfinished because a storage is away."""
         entries, stored = [], []
         with self._lock:
             with self._transaction():
@@ -181,7 +187,8 @@ class Journal:
                     entries.append(new)
                     number = 0 if new == old else self._write(new)
                     has_left = any(each is State.PAUSED or each.is_terminal for each in (old.state, new.state))
-                    if new.spec != old.spec or (has_left and new.state is not old.state):
+                    is_wished = old.wish != new.wish and not _BY_USERS.keys().isdisjoint((old.wish, new.wish))
+                    if new.spec != old.spec or is_wished or (has_left and new.state is not old.state):
                         stored.append((number, new))
                 if stored:
                     self._rows("INSERT INTO outbox(batch) VALUES (?)", _batch(stored))
@@ -257,10 +264,13 @@ class Journal:
         for history in histories.values():
             for number, entry in history:
                 self._write(entry, number)
+            left = replace(entry, place="", wish="")  # its worker has gone with the head
             if entry.state is State.PAUSED:
-                self._write(replace(entry, place=""), number)
+                self._write(left, number)
+            elif wished := None if entry.state.is_terminal else _BY_USERS.get(entry.wish):
+                self._write(replace(left, state=wished, changed_s=time.time()))
             elif not entry.state.is_terminal:
-                self._write(replace(entry, state=State.QUEUED, reason="", place="", changed_s=time.time()))
+                self._write(replace(left, state=State.QUEUED, reason="", changed_s=time.time()))
 
     def _objects(self) -> list[tuple[str, bytes]]:
         """What former heads stored, in order."""

@@ -1,9 +1,9 @@
-"""What Prometheus scrapes from Ray: gauges by group and job, set by the scheduler from what its workers report."""
+"""What Prometheus scrapes from Ray, by group and job: set by the scheduler from what its workers report."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ray.util.metrics import Gauge
+from ray.util.metrics import Counter, Gauge
 
 from tlora.job import State
 
@@ -12,7 +12,7 @@ _JOB, _WORKER = ("group", "job"), ("group", "rank")
 
 
 class Metrics:
-    """The gauges of one scheduler; made in its process."""
+    """Those of one scheduler; made in its process."""
 
     def __init__(self) -> None:
         self._of_jobs = {
@@ -20,7 +20,7 @@ class Metrics:
             "tokens": Gauge("tlora_job_tokens", "Tokens trained on", _JOB),
             "tokens_per_s": Gauge("tlora_job_tokens_per_s", "Tokens per second of the last step", _JOB),
             "loss": Gauge("tlora_job_loss", "Loss of the last step", _JOB),
-            "share": Gauge("tlora_job_share", "Weight in the ticks of its worker; 0: it is on none", _JOB),
+            "share": Gauge("tlora_job_share", "Planned part of its worker's ticks; 0: it is on none", _JOB),
             "attempt": Gauge("tlora_job_attempts", "Times that it was placed", _JOB),
         }
         self._of_workers = {
@@ -28,8 +28,14 @@ class Metrics:
             "tick_s": Gauge("tlora_worker_tick_seconds", "Seconds of the last tick", _WORKER),
             "residents": Gauge("tlora_worker_jobs", "Jobs on a worker", _WORKER),
             "busy": Gauge("tlora_worker_busy_fraction", "Share of the time that was spent in ticks", _WORKER),
-            "lost": Gauge("tlora_group_lost_workers", "Workers of the group that were lost", _WORKER),
         }
+        self._counters = {
+            "steps": Counter("tlora_steps", "Optimizer steps taken; repeated ones count once", _JOB),
+            "tokens": Counter("tlora_tokens", "Tokens trained on; repeated ones count once", _JOB),
+            "restarts": Counter("tlora_restarts", "Times that a job lost its worker", _JOB),
+            "losses": Counter("tlora_lost_workers", "Workers that were lost", ("group",)),
+        }
+        self._counted: dict[tuple[str, ...], int] = {}
         self._states = Gauge("tlora_jobs", "Jobs by state; queued: the queue's length", ("state",))
         self._jobs: set[Tags] = set()
         self._workers: set[Tags] = set()
@@ -38,10 +44,10 @@ class Metrics:
 
     def publish(
         self, counts: Mapping[State, int], jobs: Iterable[Mapping[str, Any]], workers: Iterable[Mapping[str, Any]],
-        now_s: float,
+        totals: Mapping[tuple[str, ...], int], now_s: float,
     ) -> None:  # fmt: skip
         """Set all: from how many jobs are in each state, and the rows that the roster shows to users of those that are
-        on workers, and of workers; of what has gone, rates and shares become 0."""
+        on workers, and of workers; of what has gone, rates and shares become 0. `totals`: by counter and tags."""
         placed: set[Tags] = set()
         for job in jobs:
             if job["group"]:
@@ -61,6 +67,10 @@ class Metrics:
         self._workers = here
         for state in State:
             self._states.set(counts.get(state, 0), {"state": state.value})
+        for key, total in totals.items():
+            if gain := total - self._counted.get(key, 0):
+                self._counters[key[0]].inc(gain, dict(zip(_JOB, key[1:], strict=False)))
+                self._counted[key] = total
 
     def _fraction(self, worker: Mapping[str, Any], before: Mapping[str, tuple[float, float]], now_s: float) -> float:
         """Of the time since it was last seen."""

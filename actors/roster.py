@@ -6,6 +6,7 @@ Every transition is in the journal before anyone acts on it.
 
 import json
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tlora.actors import rows
 from tlora.actors.folders import Folders
 from tlora.actors.journal import EMPTY, Change, Entry, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
@@ -77,6 +79,8 @@ class Roster:
         """Of bases for which a worker has found that it has no room by itself."""
         self.foretold: Mapping[str, Foretold] = {}
         """Of candidates of sweeps."""
+        self.room: Sequence[int] | None = None
+        """Workers for which each machine has room, if all are there for them; None: not known."""
         self._profiled = Capacity.load(Path(spec.profile).expanduser()).models if spec.profile else {}
         self._shares: dict[str, float] = {}
         """Of each tick, by job, as planned."""
@@ -95,12 +99,17 @@ class Roster:
         self._dismissed: set[str] = set()
         """Workers that are to end: what they say does not count."""
         self._began_s = self._looked_s = now_s
+        self._most: Counter[tuple[str, str]] = Counter()
+        """Steps and tokens that each job has ever reached."""
         self.losses: Counter[str] = Counter()
         """Workers that were lost, by group."""
+        self.totals: Counter[tuple[str, str, str]] = Counter()
+        """Of all jobs: what, group, job. Steps and tokens that were repeated count once."""
         for entry in journal.entries():
             self._put(entry)
+            self.totals["restarts", "", entry.name] += entry.restarts
             if entry.numbers:
-                self.progress[entry.name] = JobReport(entry.attempt, entry.state, **entry.numbers)
+                self._count(entry.name, JobReport(entry.attempt, entry.state, **entry.numbers), "")
 
     # --- what users ask for
 
@@ -127,6 +136,7 @@ class Roster:
             raise StateError("\n".join(faults))
         for entry in self.journal.add(new, now_s, halts) if new else ():
             self._put(entry)
+            log.info("job=%s submitted: %d job(s) are queued", entry.name, self.counts[State.QUEUED])
         return [name for name, _ in new]
 
     def refuse_sweep(self, name: str, folder: Path) -> None:
@@ -175,7 +185,8 @@ class Roster:
                 changes.append(Change(name, wish="", reason="", halt=halt))
             elif halt:
                 changes.append(Change(name, halt=halt))
-        self._change(changes, now_s)
+        why = "its sweep lets it go on" if halts else "resumed by its user"
+        self._change(changes, now_s, dict.fromkeys(names, why))
 
     def train(self, spec: JobSpec, halt: dict[str, Any], now_s: float) -> None:
         """A sweep's candidate is to go on as far as `halt` says, from wherever it is; one that has ended stays so, and
@@ -210,8 +221,9 @@ class Roster:
             raise StateError(f"job {name} is not known here. `tlora status` lists those that are.")
         return self.jobs[name]
 
-    def _change(self, changes: Sequence[Change], now_s: float) -> None:
-        """Write changes down, with the numbers of jobs that leave their places."""
+    def _change(self, changes: Sequence[Change], now_s: float, reasons: Mapping[str, str] | None = None) -> None:
+        """Write changes down, with the numbers of jobs that leave their places; `reasons`: where the journal's own do
+        not say why."""
         told = [
             replace(change, numbers=_numbers(self.progress[change.name]))
             if change.place == "" and change.name in self.progress
@@ -219,7 +231,19 @@ class Roster:
             for change in changes
         ]
         for entry in self.journal.change(told, now_s) if told else ():
+            before = self.jobs[entry.name]
             self._put(entry)
+            if (entry.state, entry.wish) != (before.state, before.wish):
+                self._log(entry, before.place, (reasons or {}).get(entry.name, entry.reason))
+
+    def _log(self, entry: Entry, place: str, reason: str) -> None:
+        """What has become of a job, or is to: where, why, and how far it has come."""
+        seen, told = self.workers.get(entry.place or place), self.progress.get(entry.name)
+        log.info(
+            "job=%s group=%s %s%s%s: worker=%s attempt=%d step=%d/%d", entry.name, seen.report.group if seen else "-",
+            entry.state, f", is to be {entry.wish}" * bool(entry.wish), f", {reason}" * bool(reason),
+            (entry.place or place)[:8] or "-", entry.attempt, told.step if told else 0, told.num_steps if told else 0,
+        )  # fmt: skip
 
     def _put(self, entry: Entry) -> None:
         """A job as it now is, in every index."""
@@ -298,7 +322,7 @@ class Roster:
         for name in self.jobs_at(report.worker):
             entry, told = self.jobs[name], report.jobs.get(name)
             if told is not None and told.attempt == entry.attempt:
-                self.progress[name] = told
+                self._count(name, told, report.group)
                 self._view.progress(entry, told, now_s)
                 if told.state.is_terminal:
                     changes.append(Change(name, state=told.state, reason=told.reason, place="", wish=""))
@@ -310,6 +334,13 @@ class Roster:
             elif entry.wish and seen.orders and name not in seen.orders.jobs and report.applied >= seen.orders.number:
                 changes.append(self._let_go(entry))
         self._change(changes, now_s)
+
+    def _count(self, name: str, told: JobReport, group: str) -> None:
+        self.progress[name] = told
+        for what, reached in (("steps", told.step), ("tokens", told.tokens)):
+            if (gain := reached - self._most[what, name]) > 0:
+                self._most[what, name] = reached
+                self.totals[what, group, name] += gain
 
     @staticmethod
     def _let_go(entry: Entry) -> Change:
@@ -346,22 +377,30 @@ class Roster:
                 self._lose(place, "its worker did not come back", now_s)
 
     def _lose(self, worker: str, reason: str, now_s: float) -> None:
-        if seen := self.workers.pop(worker, None):
-            self.losses[seen.report.group] += 1
         changes = []
         again = f"{reason}: goes on from its last save"
         for name in self.jobs_at(worker):
             entry = self.jobs[name]
-            change = self._let_go(entry) if entry.wish else Change(name, state=State.QUEUED, place="", reason=again)
-            log.warning("job=%s %s: %s", name, change.state, reason)
-            changes.append(change)
-        self._change(changes, now_s)
+            lost = Change(name, state=State.QUEUED, place="", reason=again, restarts=entry.restarts + 1)
+            changes.append(self._let_go(entry) if entry.wish else lost)
+        seen = self.workers.get(worker)
+        group = seen.report.group if seen else "-"
+        self.totals.update({("restarts", group, change.name): 1 for change in changes if change.restarts})
+        log.warning("group=%s worker=%s is lost with %d job(s): %s", group, worker[:8], len(changes), reason)
+        self._change(changes, now_s, {change.name: again for change in changes if change.state is State.QUEUED})
+        if self.workers.pop(worker, None):
+            self.losses[group] += 1
 
     # --- what the plan says
 
     def plan_of(self, base: str) -> BasePlan:
         """How a new group's units are to hold a base."""
         return self.plans.get(base, BasePlan()) if self.spec.plan == "auto" else self.spec.plan.plan
+
+    def most_units(self, base: str) -> float:
+        """Of a base, on the machines that are here."""
+        plan = self.plan_of(base)
+        return math.inf if self.room is None else sum(each // plan.tensor for each in self.room) // plan.lanes
 
     def misfits(self) -> dict[str, str]:
         """Groups whose plan is not their base's any more, each with the reason."""
@@ -399,7 +438,7 @@ class Roster:
         changes += [
             Change(name, wish="moved") for name in leaving if self.jobs[name].place and not self.jobs[name].wish
         ]
-        self._change(changes, now_s)
+        self._change(changes, now_s, plan.reasons)
         self._shares.update((name, round(share) or 1) for name, share in plan.shares.items())
         for name, budget in plan.budgets.items():
             self.workers[name].budget = budget
@@ -409,10 +448,6 @@ class Roster:
             for name, reason in waits.items()
             if name in self.jobs and name not in places and self.jobs[name].state is State.QUEUED
         }
-        for name, worker in places.items():
-            log.info("job=%s placed on worker %s: %s", name, worker[:8], plan.reasons[name])
-        for name in leaving:
-            log.info("job=%s leaves its worker: %s", name, plan.reasons.get(name, "its node is drained"))
 
     def dismiss(self, worker: str) -> Report:
         """A worker without jobs is to end; returns its last report."""
@@ -434,58 +469,20 @@ class Roster:
 
     # --- what users see
 
+    def share(self, name: str) -> float:
+        """Part of its worker's ticks that is planned for a job; 0: it is on none, or to leave it."""
+        mates = [each for each in self.jobs_at(self.jobs[name].place) if not self.jobs[each].wish]
+        weights = {each: self.jobs[each].spec["share"] * self._shares.get(each, 1.0) for each in mates}
+        return float(weights[name] / sum(weights.values())) if name in weights else 0.0
+
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """One mapping a job, in order of submission: ready for JSON."""
         wanted = None if names is None else [self.entry(name).name for name in names]
-        return [self._row(self.jobs[name]) for name in (list(self.jobs) if wanted is None else wanted)]
+        return [rows.of_job(self, self.jobs[name]) for name in (list(self.jobs) if wanted is None else wanted)]
 
     def describe_workers(self) -> list[dict[str, Any]]:
         """One mapping a worker that has been heard of."""
-        return [
-            {
-                "group": seen.report.group,
-                "worker": name[:8],
-                "rank": seen.report.rank,
-                "node": seen.report.node,
-                "pid": seen.report.pid,
-                "pids": [pid for _, pid in seen.report.processes],
-                "base_loads": seen.report.base_loads,
-                "jobs": sorted(seen.report.jobs),
-                "ticks": seen.report.ticks,
-                "tick_s": seen.report.tick_s,
-                "busy_s": seen.report.busy_s,
-                "lost": self.losses[seen.report.group],
-            }
-            for name, seen in self.workers.items()
-        ]
-
-    def _row(self, entry: Entry) -> dict[str, Any]:
-        told = self.progress.get(entry.name)
-        seen = self.workers.get(entry.place)
-        waits = {
-            State.QUEUED: self.waits.get(entry.name),
-            State.ATTACHING: told.reason if told and told.attempt == entry.attempt else None,
-        }.get(entry.state)
-        return {
-            "name": entry.name,
-            "state": entry.state.value,
-            "reason": waits or entry.reason,
-            "group": seen.report.group if seen else "",
-            "worker": entry.place[:8],
-            "attempt": entry.attempt,
-            "halts": bool(entry.halt),
-            "share": entry.spec["share"],
-            "step": told.step if told else 0,
-            "num_steps": told.num_steps if told else 0,
-            "lanes": list(told.lanes) if told and entry.place else [],
-            "loss": told.loss if told else None,
-            "eval_loss": told.eval_loss if told else None,
-            "tokens": told.tokens if told else 0,
-            "tokens_per_s": told.tokens_per_s if told and entry.place else 0.0,
-            "output": entry.spec["output"],
-            "submitted_s": entry.submitted_s,
-            "changed_s": entry.changed_s,
-        }
+        return rows.of_workers(self)
 
 
 def _numbers(told: JobReport) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class Scheduler:
             with self._wishing:
                 for name in known.intersection(names):
                     self._sweeps.want(name, state)
+                    log.info("sweep=%s is to be %s: its user says so", name, state)
             self._drive()
         return jobs
 
@@ -249,6 +250,7 @@ class Scheduler:
                     self._roster.groups[name] = GroupRecord(name, base, known["size"], None, plan)
                     if plan.ranks > 1:
                         self._roster.plans[base] = plan
+                log.info("group=%s goes on: it was found with %d unit(s)", name, known["size"])
 
     def _round(self) -> None:
         draining = group.draining_nodes()
@@ -256,6 +258,9 @@ class Scheduler:
             self._roster.journal.flush()
             self._flushed_s = time.monotonic()
         foretold = self._foretell()
+        if is_due := time.monotonic() - self._asked_s > _ASK_S:
+            self._asked_s = time.monotonic()
+            self._roster.room = self._room()
         with self._lock:
             if self._is_closed:
                 return
@@ -269,19 +274,27 @@ class Scheduler:
             if now_s - self._published_s > _PUBLISH_S:
                 self._published_s = now_s
                 placed, workers = roster.status(roster.placed()), roster.describe_workers()
-                self._metrics.publish(roster.counts, placed, workers, now_s)
+                totals: dict[tuple[str, ...], int] = {("losses", name): lost for name, lost in roster.losses.items()}
+                totals.update(roster.totals.items())
+                self._metrics.publish(roster.counts, placed, workers, totals, now_s)
         for name, (size, leaving) in list(self._untold.items()):
             if name not in self._starting and group.resize(name, size, leaving):
                 del self._untold[name]
         for name in plan.stops | misfits.keys():
-            self._stop(name, misfits.get(name) or plan.reasons.get(name, "nothing left to do"))
-        if time.monotonic() - self._asked_s > _ASK_S:
-            self._asked_s = time.monotonic()
-            for name in filter(group.has_ended, self._silent_groups()):
-                self._stop(name, "its controller is gone")
+            self._stop(name, misfits.get(name) or plan.reasons[name])
+        for name in filter(group.has_ended, self._silent_groups() if is_due else ()):
+            self._stop(name, "its controller is gone")
         for base, size in plan.starts.items():
             if not self._unadopted and time.monotonic() >= self._not_before_s.get(base, 0.0):
-                self._start(base, size)
+                self._start(base, size, plan.reasons[f"base {base}"])
+
+    def _room(self) -> list[int]:
+        """Workers for which each machine has room."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        cpus, gpus = self._spec.cpus_per_worker, self._spec.gpus_per_worker
+        return [
+            min([int(has.get("CPU", 0) / cpus), *([int(has.get("GPU", 0) // gpus)] if gpus else [])]) for has in nodes
+        ]
 
     def _foretell(self) -> Mapping[str, Foretold]:
         """What sweeps expect of their candidates; what they said last, while their files are away."""
@@ -307,9 +320,9 @@ class Scheduler:
             leaving = [self._roster.dismiss(worker) for worker in sorted(plan.leaves.get(name, ()))]
             before = self._untold[name][1] if name in self._untold else []
             self._untold[name] = record.size, [*before, *((report.node, report.pid) for report in leaving)]
-            log.info("group=%s size=%d: %s", name, record.size, plan.reasons.get(name, "workers leave"))
+            log.info("group=%s size=%d: %s", name, record.size, plan.reasons[name])
 
-    def _start(self, base: str, size: int) -> None:
+    def _start(self, base: str, size: int, reason: str) -> None:
         with self._lock:
             if self._is_closed:
                 return
@@ -317,7 +330,7 @@ class Scheduler:
             plan = self._roster.plan_of(base)
             self._roster.groups[name] = GroupRecord(name, base, size, time.time(), plan)
             self._starting.add(name)
-        log.info("group=%s starts with %d unit(s) of %d worker(s) for base %s", name, size, plan.ranks, base)
+        log.info("group=%s starts, %d unit(s) of %d worker(s), base %s: %s", name, size, plan.ranks, base, reason)
         is_open = self._spec.plan == "auto" and plan.ranks == 1
         options = WorkerOptions(
             group=name,

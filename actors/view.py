@@ -100,6 +100,7 @@ class View:
             max_workers=spec.max_workers,
             idle_s=spec.idle_s,
             width_of=lambda base: self._roster.plan_of(base).ranks,
+            most_of=self._roster.most_units,
         )
 
     def _groups(self, state: ClusterState, now_s: float, draining: Collection[str]) -> dict[str, Group]:

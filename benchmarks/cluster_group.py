@@ -98,10 +98,10 @@ class Load:
         where = {"storage": str(self.folder), "state": str(self.folder / "state")}
         connect(ClusterSpec.model_validate({**settings, **where}))
         self.client = Client()
-        self.client.submit(self.first)
+        self.client.submit(self.first, check=False)
         say("cold start: every job's first step", timed(lambda: until(lambda: self.all_step(self.first))))
         self.until(lambda: all(len(seconds(spec)) > SETTLED_STEPS for spec in self.first))
-        self.during("grow", 2.5, self.first, lambda: self.client.submit(self.others),
+        self.during("grow", 2.5, self.first, lambda: self.client.submit(self.others, check=False),
                     lambda: self.workers() == self.ranks and self.all_step(self.others))  # fmt: skip
         self.move()
         names = [spec.name for spec in self.specs[1:]]
@@ -122,7 +122,7 @@ class Load:
         filler = job(self.folder, "filler", JOB_RANKS[0])
         self.during("detach", 0.2, [*stay, other], lambda: self.client.pause([moved.name]),
                     lambda: state(self.client, moved.name) == "paused")  # fmt: skip
-        self.during("attach", 0.2, [*stay, other], lambda: self.client.submit([filler]),
+        self.during("attach", 0.2, [*stay, other], lambda: self.client.submit([filler], check=False),
                     lambda: self.all_step([filler]))  # fmt: skip
         self.client.pause([other.name])
         self.until(lambda: state(self.client, other.name) == "paused")

@@ -108,12 +108,13 @@ def seen(folder: Path, profile: Path, model: BaseModel, jobs: Sequence[TraceJob]
     client = Client()
     large = Load(2, 8, LENGTHS[-1])
     warm = [spec_of(folder, f"warm{at}", large, 10_000, max_slowdown=1.0) for at in range(WORKERS)]
-    client.submit(warm)
+    client.submit(warm, check=False)
     until(lambda: [worker["base_loads"] for worker in client.workers()] == [1] * WORKERS)
     client.cancel([spec.name for spec in warm])
     client.wait([spec.name for spec in warm])
     client.submit(
-        [spec_of(folder, job.name, job.load, round(job.duration_s / model.alone_s(job.load))) for job in jobs]
+        [spec_of(folder, job.name, job.load, round(job.duration_s / model.alone_s(job.load))) for job in jobs],
+        check=False,
     )
     rows = client.wait([job.name for job in jobs])
     if failed := [row for row in rows if row["state"] != "finished"]:

@@ -70,7 +70,7 @@ class Outline:
     @classmethod
     def load(cls, base: BaseSpec) -> "Outline":
         """Read a base's configuration alone, from a folder or the hub. Raises ModelError if it cannot be reached."""
-        _refuse_adapter(base)
+        _refuse_folder(base)
         try:
             config = AutoConfig.from_pretrained(base.model, revision=base.revision)
             with torch.device("meta"):
@@ -117,10 +117,10 @@ def unreachable(base: BaseSpec, error: Exception) -> ModelError:
 
 def load_model(base: BaseSpec, dtype: torch.dtype | str) -> PreTrainedModel:
     """The base with all its weights. Raises ModelError if it cannot be had, or its files lack some of them."""
-    _refuse_adapter(base)
+    _refuse_folder(base)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            base.model, revision=base.revision, dtype=dtype, output_loading_info=True
+            base.model, revision=base.revision, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:  # hub, network, files and each model class raise their own
         raise unreachable(base, error) from error
@@ -133,11 +133,17 @@ def load_model(base: BaseSpec, dtype: torch.dtype | str) -> PreTrainedModel:
     return cast(PreTrainedModel, model)
 
 
-def _refuse_adapter(base: BaseSpec) -> None:
-    if (Path(base.model) / "adapter_config.json").exists():
+def _refuse_folder(base: BaseSpec) -> None:
+    folder = Path(base.model)
+    if (folder / "adapter_config.json").exists():
         raise ModelError(
             f"base.model = {base.model!r}: is the folder of an adapter. Name the model below it, and the adapter in "
             "adapter.init_from."
+        )
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"base.model = {base.model!r}: its weights are pickled (.bin), which may run code when they are loaded; "
+            "want safetensors. Save the model anew with save_pretrained."
         )
 
 

@@ -39,7 +39,7 @@ def check(
     tokens: Tokens = 0,
     checkpointing: Checkpointing = False,
     device: Device = None,
-    gpus: Annotated[int, typer.Option(min=0, help="Show how so many GPUs would hold each base.")] = 0,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Show how so many GPUs would hold each base.")] = None,
     per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
     gpu_memory: Annotated[float, typer.Option(min=0, help="GiB of a GPU. 0: this machine's, or an H200's.")] = 0.0,
     profile: Annotated[Path | None, typer.Option(help="Measured ticks, as `tlora profile` has them.")] = None,

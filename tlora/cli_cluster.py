@@ -60,9 +60,14 @@ def submit(
         console.print(f"checking {len(specs)} job(s) and {len(sweeps)} sweep(s) …", highlight=False)
         prepare([*specs, *(sweep.first for sweep in sweeps)])
         client = Client()
-        new = client.submit(specs) + [sweep.name for sweep in sweeps if client.sweep(sweep)]
+        known = {row["name"] for row in client.status()} if sweeps else set()
+        new = client.submit(specs, check=False)
+        begun = [sweep.name for sweep in sweeps if client.sweep(sweep, check=False)]
+        new += [name for name in begun if name not in known]
         names = [spec.name for spec in (*specs, *sweeps)]
         console.print(f"{len(new)} new, {len(names) - len(new)} known already", highlight=False)
+        for name in known.intersection(begun):
+            console.print(f"{name} goes on by its new budget", highlight=False)
         for row in client.status(names):
             if row["name"] not in new and (State(row["state"]).is_terminal or row["state"] == "paused"):
                 is_over = row["state"] == "finished"
@@ -168,7 +173,7 @@ def resume(names: Names) -> None:
         from tlora.client import Client
 
         Client().resume(names)
-        typer.echo(f"{', '.join(names)}: in the queue again")
+        typer.echo(f"{', '.join(names)}: to go on, if anything is left to do; `tlora status` shows it")
 
 
 def cancel(

@@ -74,15 +74,21 @@ class Client:
 
         return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
-    def submit(self, specs: Sequence[JobSpec]) -> list[str]:
-        """Admit jobs, all or none; returns the names of those that are new. Raises StateError for a name that has been
-        taken by other content."""
+    def submit(self, specs: Sequence[JobSpec], *, check: bool = True) -> list[str]:
+        """Admit jobs, all or none; returns the names of those that are new. Raises SpecError before any is sent if one
+        does not pass `tlora check`, which needs their bases and data here; StateError for a name that has been taken by
+        other content."""
+        if check:
+            _check(specs)
         new: list[str] = self._call("submit", [absolute(spec).model_dump(mode="json") for spec in specs])
         return new
 
-    def sweep(self, spec: SweepSpec) -> bool:
+    def sweep(self, spec: SweepSpec, *, check: bool = True) -> bool:
         """Send a sweep, whose candidates become jobs; the same again, with another budget, goes on by it. Returns
-        whether there was anything to do. Raises SpecError for one that is known with other settings."""
+        whether there was anything to do. Raises SpecError if its first candidate does not pass `tlora check`, or if it
+        is known with other settings."""
+        if check:
+            _check([spec.first])
         is_new: bool = self._call("sweep", absolute_sweep(spec).model_dump(mode="json"))
         return is_new
 
@@ -185,6 +191,12 @@ class Client:
             except ray.exceptions.RayActorError as error:
                 raise ClusterError(f"the scheduler is gone: {error}. Run `tlora up`.") from None
         raise ClusterError("the scheduler does not come back. See `ray status`, and run `tlora up`.")
+
+
+def _check(specs: Sequence[JobSpec]) -> None:
+    from tlora.local import prepare  # here, for a client starts sooner without
+
+    prepare(specs)
 
 
 def _join(where: str | None) -> None:

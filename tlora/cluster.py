@@ -2,11 +2,12 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from tlora.errors import SpecError
 from tlora.plan import Plan
@@ -15,6 +16,7 @@ from tlora.spec import Count, PathText, Positive, Spec, explain, override, read_
 MOST_JOBS = 64
 """Of one unit: as many as its ranks can tell each other of."""
 _OF_RAY = {"cluster_name", "available_node_types", "provider"}
+_CREDENTIALS = re.compile(r"://[^/@:]*:(?!\d+/)[^@]*@|[?&][^=&]*(key|secret|token|password|signature|sig)=", re.I)
 
 
 class PlanSpec(Spec):
@@ -32,6 +34,8 @@ class PlanSpec(Spec):
 
 class ClusterSpec(Spec):
     """The scheduler's settings."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     storage: PathText
     """Folder, s3:// or gs:// address that every node reaches: what must survive the loss of the head."""
@@ -71,6 +75,16 @@ class ClusterSpec(Spec):
     """How workers hold a base. `auto`: each by itself where a worker has room for it, else the plan of fewest GPUs."""
     resize: Literal["in_place", "restart"] = "in_place"
     """`restart`: a group that changes its size is started anew, as Ray Train does it by itself."""
+
+    @model_validator(mode="after")
+    def _holds_no_secret(self) -> "ClusterSpec":
+        for name in ("storage", "outputs", "state", "profile"):
+            if _CREDENTIALS.search(getattr(self, name) or ""):
+                raise ValueError(
+                    f"{name}: want an address without credentials, for it is shown and logged. Give every node a role, "
+                    "or them by its environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, …)"
+                )
+        return self
 
     @model_validator(mode="after")
     def _has_room(self) -> "ClusterSpec":

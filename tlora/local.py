@@ -268,5 +268,5 @@ def _train_group(
 
 def _fail(record: JobRecord, error: Exception) -> None:
     reason = str(error).removeprefix(f"job {record.name}: ")
-    log.error("job %s: %s", record.name, reason)
+    log.error("job=%s failed: %s", record.name, reason)
     record.to(State.FAILED, reason)

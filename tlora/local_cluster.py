@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,7 +55,7 @@ def _use_token() -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
 
 
-def start(port: int = 6399) -> str:
+def start() -> str:
     """Start it, unless it runs; returns its address."""
     _use_token()
     if known := _read():
@@ -62,8 +63,12 @@ def start(port: int = 6399) -> str:
     path = _file()
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.with_suffix(".log")
+    with socket.socket() as free:  # other users of this machine have theirs
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block",
-               f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
+               f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false",
+               "--dashboard-agent-listen-port=0", "--disable-usage-stats",
                f"--temp-dir={path.parent / 'ray'}"]  # fmt: skip
     environment = {**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     where = f"127.0.0.1:{port}"

@@ -199,7 +199,7 @@ class ResidentJob:
         with others."""
         self.settle_files()
         if is_behind := len(self.files) >= IN_FLIGHT:
-            log.warning("job %s: no save at step %d, since earlier ones are still being written.", self.name, self.step)
+            log.warning("job=%s no save at step %d, since earlier ones are still being written.", self.name, self.step)
         return is_behind
 
     def is_due(self, every: int) -> bool:

@@ -113,11 +113,13 @@ class ClusterState(Placements):
         max_workers: int = 0,
         idle_s: float = 300.0,
         width_of: Callable[[str], int] = lambda base: 1,
+        most_of: Callable[[str], float] = lambda base: math.inf,
     ):
         """`groups`: None where workers are a given, as in a trace's cluster: none is asked for or let go. `width_of`:
-        how many of `max_workers` a worker of a base counts for, if several hold it together."""
+        how many of `max_workers` a worker of a base counts for, if several hold it together; `most_of`: how many such
+        the machines have room for."""
         super().__init__(models, jobs_per_worker)
-        self.width_of = width_of
+        self.width_of, self.most_of = width_of, most_of
         self.groups, self.max_workers, self.idle_s = groups, max_workers, idle_s
         self.rules, self.costs = rules, costs
         self.arrived: dict[str, None] = {}

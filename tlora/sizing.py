@@ -38,6 +38,10 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
         home = homes.get(base)
         coming = home.size - len(home.workers) if home else 0
         text = _wait(home is not None, coming, room // state.width_of(base), state.max_workers)
+        if home and coming > 0 and home.size > (most := state.most_of(base)):
+            width = state.width_of(base)
+            what = "worker(s)" if width == 1 else f"unit(s) of {width} workers"
+            text = f"waits for machines: {home.size} {what} of its base are asked for, those here have room for {most}"
         plan.reasons.update(dict.fromkeys(state.pools[base].waiting.keys, text))
         plan.demand[base] = _demand(state, base)
         width = state.width_of(base)

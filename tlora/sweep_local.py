@@ -45,7 +45,7 @@ def run_sweep(
     options = options or RunOptions()
     folder = JobFolder(spec.folder)
     for left in folder.open():
-        log.warning("sweep %s: removed %s, left half-written.", spec.name, left)
+        log.warning("sweep=%s removed %s, left half-written.", spec.name, left)
     try:
         state = SweepState.load(spec.folder)
         if state is not None and not options.resume:

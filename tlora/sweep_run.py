@@ -240,7 +240,7 @@ class SweepRun:
         if one.is_due:
             one.status, one.reason = Status.WAITING, f"waits for its siblings at {one.samples} samples"
         if one.status is Status.EXITED:
-            log.info("candidate %s exits: %s", one.name, one.reason)
+            log.info("job=%s exits: %s", one.name, one.reason)
         if one.status is Status.QUEUED and is_here:
             self._join(one)
         elif is_here or one.status is Status.EXITED:
@@ -268,7 +268,7 @@ class SweepRun:
             self.places.join(spec, self._data(spec), halt)
         except (TloraError, OSError) as error:
             one.status, one.reason = Status.FAILED, str(error).removeprefix(f"job {one.name}: ")
-            log.error("candidate %s: %s", one.name, one.reason)
+            log.error("job=%s failed: %s", one.name, one.reason)
             return False
         return True
 

@@ -106,14 +106,14 @@ class Tracker:
         try:
             self._sinks.append(make())
         except Exception as error:  # a tracker is never worth a job
-            log.warning("job %s: a tracker could not be opened and is left out: %s", self.name, error)
+            log.warning("job=%s a tracker could not be opened and is left out: %s", self.name, error)
 
     def _guard(self, sink: _Sink, action: Any) -> None:
         try:
             action()
         except Exception as error:  # a tracker is never worth a job
             self._sinks.remove(sink)
-            log.warning("job %s: its %s failed and is put aside: %s", self.name, type(sink).__name__.strip("_"), error)
+            log.warning("job=%s its %s failed and is put aside: %s", self.name, type(sink).__name__.strip("_"), error)
 
 
 class Silent(Tracker):

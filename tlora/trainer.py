@@ -434,7 +434,7 @@ class Trainer:
     def _open(self, job: ResidentJob, resume: bool) -> str | None:
         """Hold the job's folder and load what it has; returns the tracking run's id."""
         for left in job.folder.open(self.options.mark):
-            log.warning("job %s: removed %s, left half-written.", job.name, left)
+            log.warning("job=%s removed %s, left half-written.", job.name, left)
         run_id = restore(job, self.supermodel, resume=resume)
         with atomic_path(job.spec.folder / "job.yaml") as path:
             path.write_text(yaml.safe_dump(job.spec.model_dump(mode="json"), sort_keys=False))
@@ -477,7 +477,7 @@ class Trainer:
 
     def _log_failure(self, job: ResidentJob, error: Exception) -> None:
         others = sum(other is not job for other in self.jobs.values())
-        log.error("job %s: %s. The other %d jobs go on.", job.name, str(error).rstrip("."), others)
+        log.error("job=%s failed: %s. The other %d jobs go on.", job.name, str(error).rstrip("."), others)
 
     def _leave(self, job: ResidentJob, state: State, reason: str) -> None:
         self.supermodel.remove(job.slot)

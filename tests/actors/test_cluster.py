@@ -3,13 +3,15 @@
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import ray
 import toy
 
-from tlora.actors.names import MARK, NAMESPACE
+from tlora.actors import group
+from tlora.actors.names import GROUP, MARK, NAMESPACE, SCHEDULER
 from tlora.actors.scheduler import connect
 from tlora.checkpoint import STATE, read_meta
 from tlora.client import Client
@@ -101,13 +103,35 @@ def test_a_scheduler_that_is_told_to_end_goes_though_its_client_is_gone(client: 
     spec = toy.named_job(tmp_path, "long", steps=60, save_every=1000)
     client.submit([spec])
     toy.until(lambda: step(client, "long") > 5)
-    client._scheduler.close.remote()  # what a client leaves that is stopped amid `down`
+    for _ in range(2):
+        client._scheduler.close.remote()  # what a client leaves that is stopped amid `down`
     with pytest.raises(ClusterError, match="on its way out"):
         toy.until(lambda: connect(toy.cluster_spec(tmp_path)) and None, 5.0)
     toy.until(lambda: "tlora-scheduler" not in ray.util.list_named_actors(all_namespaces=False))
     connect(toy.cluster_spec(tmp_path))
     assert Client().wait(["long"])[0]["state"] == State.FINISHED
     assert toy.equals_alone(spec)
+
+
+def test_a_scheduler_killed_amid_a_groups_start_comes_back_to_one_group(client: Client, tmp_path: Path) -> None:
+    """Once as soon as the group's controller has its name, and once it answers, before its first worker."""
+    client.submit([toy.named_job(tmp_path, "a", steps=4)])
+    for is_there in (lambda name: True, answers):
+        (name,) = toy.until(lambda is_there=is_there: [name for name in group.names() if is_there(name)])
+        ray.kill(ray.get_actor(SCHEDULER, namespace=NAMESPACE), no_restart=False)
+        assert client.status(["a"])[0]["state"] == State.QUEUED, "no worker was there yet"
+    assert client.wait(["a"])[0]["state"] == State.FINISHED
+    assert group.names() == [name], "the one that answered was found again, and it alone is there"
+    assert toy.equals_alone(toy.named_job(tmp_path, "a", steps=4))
+    pools = ray.util.placement_group_table().values()
+    assert sum(pool["state"] != "REMOVED" for pool in pools) == len(client.workers())
+
+
+def answers(name: str) -> bool:
+    """Whether a group's controller has been made; asked without a word to run."""
+    with suppress(ray.exceptions.RayError, ValueError):
+        return bool(ray.get(ray.get_actor(GROUP + name, namespace=NAMESPACE).describe.remote(), timeout=2.0))
+    return False
 
 
 def test_the_mark_of_the_outputs_is_made_once(client: Client, tmp_path: Path) -> None:
@@ -186,6 +210,13 @@ def test_a_worker_killed_mid_tick_takes_its_unit_along_and_no_other(client: Clie
     assert [(row["state"], row["attempt"]) for row in rows] == [("finished", 1), ("finished", 1), ("finished", 2)]
     assert other["pids"] in [unit["pids"] for unit in client.workers()]
     assert all(toy.off_alone(spec) < 1e-8 for spec in specs)
+
+
+@pytest.mark.parametrize("client", [{"plan": {"shards": 16}, "max_workers": 16}], indirect=True)
+def test_a_plan_that_is_larger_than_the_cluster_says_so(client: Client, tmp_path: Path) -> None:
+    client.submit([toy.named_job(tmp_path, "a")])
+    text = "waits for machines: 1 unit(s) of 16 workers of its base are asked for, those here have room for 0"
+    toy.until(lambda: client.status(["a"])[0]["reason"] == text)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,10 @@ def test_a_sweep_is_paused_extended_and_cancelled(client: Client, tmp_path: Path
     client.down()
     Client.up(toy.cluster_spec(tmp_path, max_workers=1))
     client = Client()
-    assert client.sweep(toy.sweep(tmp_path, **changes, budget={"configurations": 3}))
+    more = toy.sweep(tmp_path, **changes, budget={"configurations": 3})
+    file.write_text(yaml.safe_dump(more.model_dump(mode="json")))
+    sent = CliRunner().invoke(app, ["submit", str(file)])
+    assert "0 new, 1 known already\ns goes on by its new budget" in sent.output, sent.output
     toy.until(lambda: any(row["name"] == "s-002" and row["step"] for row in client.status()))
     client.cancel(["s"])
     toy.until(lambda: state_of(client, "s") == State.CANCELLED)

@@ -164,6 +164,46 @@ def test_jobs_that_were_cancelled_or_failed_go_on_if_their_user_says_so(desk: De
         desk.roster.resume(["a"], desk.now_s)
 
 
+@pytest.mark.parametrize("is_head_lost", [False, True])
+def test_what_was_wished_of_placed_jobs_outlives_the_scheduler(
+    desk: Desk, running: FakeWorker, is_head_lost: bool
+) -> None:
+    """Before their worker has heard of it."""
+    desk.submit("c", "d")
+    other = FakeWorker(desk, "v", rank=1)
+    other.say()
+    desk.plan()
+    other.say()
+    assert set(other.say().jobs) == {"c", "d"}
+    desk.roster.pause(["a"], desk.now_s)
+    desk.roster.cancel(["b"], desk.now_s)
+    desk.roster.cancel(["c"], desk.now_s, keep=True)
+    desk.roster.pause(["d"], desk.now_s)
+    desk.roster.resume(["d"], desk.now_s)
+    desk.journal.close()
+    if is_head_lost:
+        (desk.folder / "journal.db").unlink()
+    desk.open()
+    wished = {"a": "paused", "b": "cancelled", "c": "cancelled"}
+    if is_head_lost:
+        assert desk.states() == {**wished, "d": "queued"}
+        assert [row["reason"] for row in desk.roster.status("abcd")] == [
+            "paused by its user", "cancelled by its user", "cancelled by its user", ""
+        ]  # fmt: skip
+        desk.roster.resume(["a", "b"], desk.now_s)
+        desk.submit()
+        running.say()
+        desk.plan()
+        assert {*running.say().jobs}, "nothing of a wish is left"
+        return
+    orders = running.say()
+    assert (set(orders.jobs), orders.drop) == (set(), {"b"})
+    running.say()
+    assert set(other.say().jobs) == {"d"}
+    other.say()
+    assert desk.states() == {**wished, "d": "running"}
+
+
 def test_what_a_job_had_reached_outlives_the_scheduler(desk: Desk, running: FakeWorker) -> None:
     attempt = running.orders.jobs["a"].attempt
     told = JobReport(
@@ -204,6 +244,13 @@ def test_why_a_job_waits_is_told(desk: Desk) -> None:
     desk.submit("a")
     desk.plan()
     assert desk.roster.status()[0]["reason"] == "waits for 2 worker(s) that are starting"
+    desk.roster.plans[desk.roster.base_of(desk.roster.entry("a"))] = BasePlan(shards=2, tensor=4)
+    desk.roster.room = [4, 3, 1]
+    desk.plan()
+    assert "2 unit(s) of 8 workers of its base are asked for, those here have room for 0" in desk.roster.waits["a"]
+    desk.roster.room = [4, 9]
+    desk.plan()
+    assert "those here have room for 1" in desk.roster.waits["a"]
 
 
 @pytest.mark.parametrize(

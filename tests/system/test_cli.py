@@ -90,6 +90,7 @@ def test_check_shows_the_plan_for_several_gpus(tlora: Tlora) -> None:
     assert [line.endswith("← taken") for line in said[first + 2 :]] == [True, False, False, False, False]
     said = tlora("check", "small.yaml", "--gpus", "2", "--gpu-memory", "0.001").splitlines()
     assert said[-1].strip().startswith("No plan fits.")
+    assert "equal to 1" in tlora("check", "small.yaml", "--gpus", "0", code=2)
 
 
 def test_check_goes_by_measured_ticks(tlora: Tlora, desk: Path) -> None:

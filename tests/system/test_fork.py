@@ -1,4 +1,4 @@
-"""A fork of a job that has written no adapter yet begins with that of its last save."""
+"""What a client sends is checked first; a fork of a job without an adapter yet begins with that of its last save."""
 
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,30 @@ class Played(Client):
     """A cluster with one job."""
 
     def __init__(self, spec: JobSpec):
-        self.spec, self.submitted = spec, list[JobSpec]()
+        self.spec, self.submitted, self.asked = spec, list[JobSpec](), list[str]()
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        self.asked.append(method)
         if method == "newest_adapter":
             raise StateError("job a has written no adapter yet")
         if method == "submit":
             self.submitted += [JobSpec.model_validate(values) for values in arguments[0]]
         rows = [{"name": spec.name, "output": spec.output} for spec in (self.spec, *self.submitted)]
         return {"spec": self.spec.model_dump(mode="json"), "status": rows[:1] if arguments[0] else rows}.get(method, [])
+
+
+def test_a_bad_job_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    toy.write_sweep(tmp_path)
+    good, bad = (toy.named_job(tmp_path, name) for name in ("good", "bad"))
+    bad = bad.model_copy(update={"data": bad.data.model_copy(update={"path": str(tmp_path / "nothing.jsonl")})})
+    client, sweep = Played(good), toy.sweep(tmp_path)
+    bad_sweep = sweep.model_copy(update={"job": {**sweep.job, "base": {"model": str(tmp_path / "nowhere")}}})
+    for send in (lambda: client.submit([good, bad]), lambda: client.sweep(bad_sweep)):
+        with pytest.raises(SpecError, match=r"job bad: .*nothing\.jsonl|nowhere.*cannot be loaded"):
+            send()
+    assert not client.asked
+    client.submit([good, bad], check=False)
+    assert [spec.name for spec in client.submitted] == ["good", "bad"]
 
 
 def test_a_fork_begins_with_the_last_save(tmp_path: Path) -> None:
@@ -38,6 +53,8 @@ def test_a_fork_begins_with_the_last_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a"):
         client.fork("a", "b")
     train(prepare([spec], options), options)
+    with pytest.raises(SpecError, match=r"job bad: .*nope_proj"):
+        client.fork("a", "bad", ["adapter.targets=[nope_proj]"])
     for _ in range(2):  # again is the same
         assert client.fork("a", "b", ["optim.lr=1e-4"]) == "b"
     first, second = client.submitted

@@ -5,9 +5,11 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 import toy
 from safetensors.torch import load_file, save_file
 
+from tlora.base import load_model
 from tlora.checkpoint import STATE, load_state
 from tlora.errors import ModelError, SpecError
 from tlora.local import RunOptions, prepare, train
@@ -98,6 +100,19 @@ def test_a_base_that_lacks_weights_or_is_an_adapter_is_refused(specs: list[JobSp
     (path.parent / "adapter_config.json").write_text("{}")
     with pytest.raises(SpecError, match="is the folder of an adapter"):
         prepare(specs[:1])
+
+
+def test_a_base_whose_weights_are_pickled_is_refused(specs: list[JobSpec]) -> None:
+    """Also where they lie beside a file that only looks like safetensors of the model's."""
+    base = Path(specs[0].base.model)
+    torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
+    (base / "model.safetensors").rename(base / "other.safetensors")
+    with pytest.raises(ModelError, match=r"cannot be loaded: .*no file named model\.safetensors"):
+        load_model(specs[0].base, "auto")
+    (base / "other.safetensors").unlink()
+    for ask in (lambda: prepare(specs[:1]), lambda: load_model(specs[0].base, "auto")):
+        with pytest.raises((SpecError, ModelError), match=r"its weights are pickled \(.bin\), .*; want safetensors"):
+            ask()
 
 
 def test_a_paused_job_needs_what_it_started_from_no_more(specs: list[JobSpec]) -> None:

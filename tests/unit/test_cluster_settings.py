@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from pydantic import ValidationError
 
 from tlora import local_cluster
-from tlora.cluster import load_cluster
+from tlora.cluster import ClusterSpec, load_cluster
 from tlora.errors import ClusterError, SpecError
 from tlora.plan import Plan
 
@@ -55,6 +57,32 @@ def test_faults_are_named(tmp_path: Path, text: str, says: str) -> None:
         load_cluster(path)
     assert str(raised.value).startswith(str(path))
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "storage: s3://AKEY:hush@bucket/x\noutputs: /mnt/out\n",
+        "storage: s3://AKEY:hu/hush@bucket\noutputs: /mnt/out\n",
+        "storage: abfs://c@a.dfs.core.windows.net/x?client_secret=hush\noutputs: /mnt/out\n",
+        "storage: x\noutputs: gs://me:hush@bucket\n",
+        "storage: x\nprofile: s3://AKEY:hush@bucket/p\n",
+    ],
+)
+def test_credentials_are_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="want an address without credentials") as raised:
+        load_cluster(path)
+    assert "hush" not in str(raised.value)
+    with pytest.raises(ValidationError) as invalid:
+        ClusterSpec.model_validate(yaml.safe_load(text))
+    assert "hush" not in str(invalid.value)
+
+
+@pytest.mark.parametrize("storage", ["gs://anonymous@b/x", "abfs://c@a.dfs.core.windows.net/x", "hdfs://h:8020/a@b"])
+def test_addresses_without_secrets_are_none(storage: str) -> None:
+    assert ClusterSpec(storage=storage, outputs="/mnt/out").storage == storage
 
 
 def test_a_plan_of_several_workers(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_every_pin_of_ray_is_one_version_that_pyproject_admits() -> None:
 def test_tokens_are_asked_for_everywhere() -> None:
     for role in ("head", "worker"):
         assert run_options(launcher(), role)["--env RAY_AUTH_MODE"] == "token"
-    assert launcher()["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+    assert launcher()["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     assert raycluster()["spec"]["authOptions"] == {"mode": "token"}
     job = document(RAYJOB, "RayJob")["spec"]
     assert "rayClusterSpec" not in job
@@ -183,6 +183,26 @@ def test_no_file_holds_a_secret(path: Path) -> None:
 )
 def test_a_planted_secret_is_seen(planted: str) -> None:
     assert SECRET.search(LAUNCHER.read_text(encoding="utf-8") + planted)
+
+
+def test_keys_reach_every_node_by_its_environment_alone(tmp_path: Path) -> None:
+    keys = {"WANDB_API_KEY": "one", "HF_TOKEN": "two words"}
+    config = by_launcher(launcher())
+    assert config["file_mounts"]["~/.tlora.env"] == "~/.tlora.env"
+    (tmp_path / ".bashrc").touch()
+    (tmp_path / ".tlora.env").write_text("".join(f"{name}='{value}'\n" for name, value in keys.items()))
+    home = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    for role in ("head", "worker"):
+        (command,) = [each for each in config[f"{role}_setup_commands"] if ".bashrc" in each]
+        subprocess.run(["bash", "-c", command], env=home, check=True)
+    seen = subprocess.run(["bash", "-c", "source ~/.bashrc; env"], env=home, check=True, capture_output=True, text=True)
+    assert keys.items() <= dict(line.split("=", 1) for line in seen.stdout.splitlines()).items()
+    assert (tmp_path / ".bashrc").read_text().count("tlora.env") == 1
+    spec = raycluster()["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert pod(group)["containers"][0]["envFrom"] == [{"secretRef": {"name": "tlora-keys", "optional": True}}]
+    for path in (LAUNCHER, RAYCLUSTER):
+        assert all(name in path.read_text(encoding="utf-8") for name in keys)
 
 
 def test_the_dashboard_is_not_open() -> None:

@@ -1,4 +1,4 @@
-"""The house rules: three folders are one package, who may import whom, how long a file may be, what errors can do.
+"""The house rules: three folders are one package, who may import whom and what, how long a file may be, what errors do.
 
 Reads the sources; runs only what shows which modules a start loads.
 """
@@ -6,16 +6,20 @@ Reads the sources; runs only what shows which modules a start loads.
 import ast
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tlora
 from tlora import errors
+from tlora.spec import _Loader
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
@@ -53,6 +57,11 @@ DECIDING = (
     "sweep_order sweep_simulate sweep_replay"
 )
 PURE = (*(f"tlora.{name}" for name in DECIDING.split()), "tlora.job", "tlora.errors", "tlora.plan")
+RAY_TRAIN = "tlora.actors.ray_train"
+UNSAFE = re.compile(
+    r"(pickle|cloudpickle|dill|joblib|marshal|shelve)(\..*)?|torch\.load|yaml\.(unsafe|full)_load(_all)?|os\.(system|popen)"
+    r"|eval|exec|(shell|allow_pickle)=True"
+)
 HEAVY = {"torch", "transformers", "ray", "triton", "peft", "datasets", "wandb"}
 
 
@@ -143,6 +152,50 @@ def test_triton_and_ray_stay_in_their_folders(module: str) -> None:
     assert "triton" not in used or layer(module) == KERNEL
     assert "ray" not in used or layer(module) >= ACTOR
     assert "ray" not in used_at_start or layer(module) == ACTOR
+
+
+def unsafe(source: ast.AST) -> list[str]:
+    """What runs what it reads: unpicklers, YAML of any type, shells."""
+    found = []
+    for node in ast.walk(source):
+        words = list(named(node))
+        if isinstance(node, ast.ImportFrom):
+            words += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call):
+            words.append(ast.unparse(node.func))
+            words += [f"{each.arg}={ast.unparse(each.value)}" for each in node.keywords]
+            if words[0] == "yaml.load" and ast.unparse(node.args[-1]) not in ("_Loader", "yaml.SafeLoader"):
+                words.append("yaml.unsafe_load")
+        found += [word for word in words if UNSAFE.fullmatch(word)]
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_that_is_read_is_run(module: str) -> None:
+    assert not unsafe(tree(MODULES[module]))
+    assert issubclass(_Loader, yaml.SafeLoader)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    ["import pickle", "from pickle import loads", "torch.load(path)", "from torch import load", "os.system(text)",
+     "yaml.load(text, yaml.Loader)", "yaml.load(text, Loader=yaml.Loader)", "yaml.unsafe_load(text)",
+     "subprocess.run(text, shell=True)", "np.load(path, allow_pickle=True)", "eval(text)"],
+)  # fmt: skip
+def test_a_planted_reader_that_runs_is_seen(planted: str) -> None:
+    assert unsafe(ast.parse(planted))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_one_module_alone_knows_the_insides_of_ray_train(module: str) -> None:
+    assert module == RAY_TRAIN or not {name for name in imports(module) if name.startswith("ray.train.v2")}
+
+
+def test_the_insides_of_another_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.__version__", "2.61.0")
+    spec = spec_from_file_location("another", MODULES[RAY_TRAIN])
+    with pytest.raises(ImportError, match=r"made for Ray 2\.60: got 2\.61\.0"):
+        spec.loader.exec_module(module_from_spec(spec))
 
 
 @pytest.mark.parametrize("module", [module for module in PURE if module in MODULES])

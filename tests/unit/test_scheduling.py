@@ -1,5 +1,6 @@
 """The live side of a plan: places on workers, workers asked for and let go, on bases of which nothing is measured."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -26,13 +27,14 @@ def state(
     idle_since_s: float | None = None,
     rules: Rules = Rules(),  # noqa: B008
     width: int = 1,
+    most: float = math.inf,
 ) -> ClusterState:
     """One group `g` on base `b`, if there are workers."""
     there = tuple(one for one, _ in workers)
     groups = {"g": Group("g", "b", size or len(there), there, idle_since_s)} if there else {}
     made = ClusterState(
         {}, rules=rules, jobs_per_worker=2, groups=groups, max_workers=max_workers, idle_s=60.0,
-        width_of=lambda base: width,
+        width_of=lambda base: width, most_of=lambda base: most,
     )  # fmt: skip
     for one in there:
         made.come(one)
@@ -98,6 +100,8 @@ def test_workers_that_are_coming_are_counted() -> None:
     plan = schedule(state(worker("u", "a", "b"), size=2, waiting=(job("c"), job("d"))), 0.0)
     assert not plan.sizes
     assert plan.reasons["c"] == "waits for 1 worker(s) that are starting"
+    few = schedule(state(worker("u", "a", "b"), size=2, waiting=(job("c"), job("d")), most=1), 0.0)
+    assert few.reasons["c"] == ("waits for machines: 2 worker(s) of its base are asked for, those here have room for 1")
 
 
 def test_a_base_has_a_group_of_its_own() -> None:

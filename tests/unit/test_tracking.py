@@ -78,7 +78,7 @@ def test_a_tracker_that_fails_is_put_aside(tmp_path: Path, caplog: pytest.LogCap
         tracker.close()
     assert failing.rows == 1
     assert steps(tmp_path) == [1, 2, 3]
-    assert caplog.messages == ["job sum-3: its Failing failed and is put aside: no route to host"]
+    assert caplog.messages == ["job=sum-3 its Failing failed and is put aside: no route to host"]
 
 
 def test_a_tracker_that_fails_to_end_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +87,7 @@ def test_a_tracker_that_fails_to_end_is_a_warning(tmp_path: Path, caplog: pytest
     sink.close = lambda failed: (_ for _ in ()).throw(OSError("disk gone"))
     with caplog.at_level(logging.WARNING, "tlora"):
         tracker.close()
-    assert caplog.messages == ["job sum-3: its Jsonl failed and is put aside: disk gone"]
+    assert caplog.messages == ["job=sum-3 its Jsonl failed and is put aside: disk gone"]
 
 
 def test_a_tracker_that_cannot_be_opened_is_left_out(
@@ -101,7 +101,7 @@ def test_a_tracker_that_cannot_be_opened_is_left_out(
     monkeypatch.setattr(wandb, "init", refuse)
     with caplog.at_level(logging.WARNING, "tlora"):
         tracker = Tracker(job("sum-3", wandb="online"), tmp_path, step=0, run_id=None)
-    assert caplog.messages == ["job sum-3: a tracker could not be opened and is left out: no key"]
+    assert caplog.messages == ["job=sum-3 a tracker could not be opened and is left out: no key"]
     tracker.write({"step": 1})
     assert steps(tmp_path) == [1]
 

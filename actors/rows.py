@@ -1,0 +1,59 @@
+"""What users see of a roster: one mapping a job or worker, ready for JSON. No Ray, no torch."""
+
+from typing import TYPE_CHECKING, Any
+
+from tlora.actors.journal import Entry
+from tlora.job import State
+
+if TYPE_CHECKING:
+    from tlora.actors.roster import Roster
+
+
+def of_job(roster: "Roster", entry: Entry) -> dict[str, Any]:
+    told = roster.progress.get(entry.name)
+    seen = roster.workers.get(entry.place)
+    waits = {
+        State.QUEUED: roster.waits.get(entry.name),
+        State.ATTACHING: told.reason if told and told.attempt == entry.attempt else None,
+    }.get(entry.state)
+    return {
+        "name": entry.name,
+        "state": entry.state.value,
+        "reason": waits or entry.reason,
+        "group": seen.report.group if seen else "",
+        "worker": entry.place[:8],
+        "attempt": entry.attempt,
+        "halts": bool(entry.halt),
+        "restarts": entry.restarts,
+        "share": roster.share(entry.name),
+        "step": told.step if told else 0,
+        "num_steps": told.num_steps if told else 0,
+        "lanes": list(told.lanes) if told and entry.place else [],
+        "loss": told.loss if told else None,
+        "eval_loss": told.eval_loss if told else None,
+        "tokens": told.tokens if told else 0,
+        "tokens_per_s": told.tokens_per_s if told and entry.place else 0.0,
+        "output": entry.spec["output"],
+        "submitted_s": entry.submitted_s,
+        "changed_s": entry.changed_s,
+    }
+
+
+def of_workers(roster: "Roster") -> list[dict[str, Any]]:
+    return [
+        {
+            "group": seen.report.group,
+            "worker": name[:8],
+            "rank": seen.report.rank,
+            "node": seen.report.node,
+            "pid": seen.report.pid,
+            "pids": [pid for _, pid in seen.report.processes],
+            "base_loads": seen.report.base_loads,
+            "jobs": sorted(seen.report.jobs),
+            "ticks": seen.report.ticks,
+            "tick_s": seen.report.tick_s,
+            "busy_s": seen.report.busy_s,
+            "lost": roster.losses[seen.report.group],
+        }
+        for name, seen in roster.workers.items()
+    ]
