@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -53,9 +54,9 @@ class Client:
 
     @classmethod
     def up(cls, spec: ClusterSpec) -> "tuple[Client, str]":
-        """Start the scheduler with these settings, or find the one that is there, on the cluster of RAY_ADDRESS, or
-        without one on a Ray of this machine; returns the address, too."""
-        where = os.environ.get("RAY_ADDRESS") or local_cluster.start()
+        """Start the scheduler with these settings, or find the one that is there, on the Ray that this process has
+        joined, else on the cluster of RAY_ADDRESS, else on a Ray of this machine; returns the address, too."""
+        where = _joined() or os.environ.get("RAY_ADDRESS") or local_cluster.start()
         authenticate()
         from tlora.actors.scheduler import connect
 
@@ -197,6 +198,12 @@ def _check(specs: Sequence[JobSpec]) -> None:
     from tlora.local import prepare  # here, for a client starts sooner without
 
     prepare(specs)
+
+
+def _joined() -> str | None:
+    """The address of the Ray that this process is part of, if it is of any."""
+    ray: Any = sys.modules.get("ray")
+    return str(ray.get_runtime_context().gcs_address) if ray and ray.is_initialized() else None
 
 
 def _join(where: str | None) -> None:

@@ -8,6 +8,7 @@ import pytest
 import ray
 import toy
 
+from tlora import local_cluster
 from tlora.actors.names import NAMESPACE
 from tlora.actors.scheduler import connect
 from tlora.client import Client
@@ -34,8 +35,11 @@ def _ray() -> Iterator[None]:
 
 
 @pytest.fixture
-def client(_ray: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
-    """Of a scheduler with two CPU workers, or as the test's parameter says."""
+def client(
+    _ray: None, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Client]:
+    """Of a scheduler with two CPU workers, or as the test's parameter says; on this Ray and no other."""
+    monkeypatch.setattr(local_cluster, "start", lambda: pytest.fail("a Ray of the user's own was started"))
     toy.write_base(tmp_path)
     settings = {"jobs_per_worker": 2, "idle_s": 5.0, **getattr(request, "param", {})}
     connect(toy.cluster_spec(tmp_path, **settings))
