@@ -18,6 +18,8 @@ _TRIES = 3
 """Candidates that are looked at before the next way is tried."""
 _WORTH = 1.01
 """Joint over apart, from where on a merge counts as a gain."""
+_GATHERS_S = 60.0
+"""In which the jobs of a worker that is freed have left it; no other is freed meanwhile."""
 _FASTER = 0.9
 """Step time on more workers over that before, below which a job gets them."""
 
@@ -131,7 +133,10 @@ class Planner:
             pool.wait(job, state.key(job))
         if self._find(job, can_preempt):
             return True
-        self.made.reasons[job.name] = "waits: every worker that could take it is full, and none of its jobs gives way"
+        if job.name not in self.made.moves:
+            self.made.reasons[job.name] = (
+                "waits: every worker that could take it is full, and none of its jobs gives way"
+            )
         return False
 
     def _allowance(self, job: Job) -> float:
@@ -152,7 +157,7 @@ class Planner:
             self._join(job, joined)
             return True
         if self.rules.shares and self._gather(job):
-            return True
+            return bool(job.workers)
         if isinstance(pool.model, Unmeasured):
             return False
         if self.rules.is_elastic and self._reclaim(job, pool):
@@ -253,10 +258,12 @@ class Planner:
         self._put(job, [worker for worker, _ in partners], text)
 
     def _gather(self, job: Job) -> bool:
-        """Free a worker of another base, whose jobs go to its other workers, if they lose less than that brings. In a
-        cluster of groups the worker leaves first, and the job waits on."""
+        """Free a worker of another base, whose jobs go to its other workers, if they lose less than that brings;
+        whether one is, or is about to be. In a cluster of groups it leaves first, and the job waits on."""
         state = self.state
         is_known = not isinstance(state.pool(job.base).model, Unmeasured)
+        if state.gathers_until_s > self.now_s:
+            return state.gathers_for == job.base
         if job.base in self._gathers_for:
             return False
         self._gathers_for.add(job.base)
@@ -276,7 +283,9 @@ class Planner:
                 if state.groups is None:
                     self._load([worker], job.base)
                     self._put(job, [worker], f"worker freed by {len(homes)} job(s) of {base}, base loaded")
-                return state.groups is None
+                else:
+                    state.gathers_for, state.gathers_until_s = job.base, self.now_s + _GATHERS_S
+                return True
         return False
 
     def _comes_to(self, base: str) -> bool:
@@ -294,15 +303,15 @@ class Planner:
         claims = {other.name: [job.claim for job in other.jobs.values()] for other in others}
         speeds, homes, lost = {other.name: other.speed for other in others}, [], worker.speed
         for job in sorted(worker.jobs.values(), key=lambda job: (-job.claim.part, job.name)):
-            found: tuple[float, float, Worker] | None = None
+            found: list[tuple[float, float, Worker]] = []
             for other in others if job.can_move and len(job.workers) == 1 else ():
                 dealt = deal(pool.model, [*claims[other.name], job.claim])
-                gain = dealt.speed - speeds[other.name]
                 if dealt.is_within and len(claims[other.name]) < self.state.jobs_per_worker:
-                    found = max(found or (0.0, 0.0, other), (gain, dealt.speed, other), key=lambda one: one[0])
-            if found is None:
+                    found.append((dealt.speed - speeds[other.name], dealt.speed, other))
+            if not found:
                 return [], 0.0
-            gain, speeds[found[2].name], home = found
+            gain, speed, home = max(found, key=lambda one: one[0])
+            speeds[home.name] = speed
             claims[home.name].append(job.claim)
             homes.append((job, home))
             lost -= gain

@@ -128,6 +128,8 @@ class ClusterState(Placements):
         """Bases on whose workers something has become free since the last plan; an empty one: a worker has."""
         self.last_come_s = -math.inf
         """When a job was submitted last."""
+        self.gathers_for, self.gathers_until_s = "", -math.inf
+        """The base for which a worker of another one is being freed, and until when that is waited for."""
         self.deadlines = Order()
         """Jobs by when they have waited as long as they may."""
         self.overdue: dict[str, None] = {}

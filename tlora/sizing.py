@@ -42,7 +42,7 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
             width = state.width_of(base)
             what = "worker(s)" if width == 1 else f"unit(s) of {width} workers"
             text = f"waits for machines: {home.size} {what} of its base are asked for, those here have room for {most}"
-        plan.reasons.update(dict.fromkeys(state.pools[base].waiting.keys, text))
+        plan.reasons.update({name: text for name in state.pools[base].waiting.keys if name not in plan.moves})
         plan.demand[base] = _demand(state, base)
         width = state.width_of(base)
         asked = _ask_for_workers(plan, state, home, base, count, room // width)
@@ -53,19 +53,21 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
         for worker in group.workers:
             if worker.is_leaving:
                 plan.moves.update(worker.jobs)
-                plan.reasons.update(dict.fromkeys(worker.jobs, f"its worker {worker.name} leaves"))
+                plan.reasons.update(dict.fromkeys(worker.jobs, f"its worker {worker.name[:8]} leaves"))
     busy = {worker for names in plan.places.values() for worker in names}
     leaves = dict(_spare_workers(groups, wanted, busy, now_s - idle_s))
     emptied = {group.name for group in groups.values() if group.workers and _remaining(group, leaves) == 0}
     plan.stops.update(emptied)
     plan.stops.update(_idle_groups(groups, wanted, busy, now_s - idle_s))
     for name in plan.stops:
-        plan.reasons[name] = "all its workers leave" if name in emptied else f"no job for {idle_s:g} s"
+        idle = f"no job for {idle_s:g} s" if idle_s else "no job, and another base waits"
+        plan.reasons[name] = "all its workers leave" if name in emptied else idle
     for name, workers in leaves.items():
         if name not in plan.stops:
             plan.leaves[name] = workers
             plan.sizes[name] = _remaining(groups[name], leaves)
-            plan.reasons[name] = f"{len(workers)} worker(s) without a job leave: {', '.join(sorted(workers))}"
+            named = ", ".join(sorted(worker[:8] for worker in workers))
+            plan.reasons[name] = f"{len(workers)} worker(s) without a job leave: {named}"
 
 
 def _demand(state: "ClusterState", base: str) -> int:

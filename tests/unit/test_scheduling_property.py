@@ -434,6 +434,10 @@ def test_a_group_gives_up_a_worker_that_it_can_do_without_to_a_base_that_waits()
     plan = schedule(state, 1.0)
     assert plan.places == {"j0": ("w1",)}
     assert "makes room for k" in plan.reasons["j0"]
+    state.place(state.jobs["j0"], [state.workers["w0"]], 1.0, 1.0)  # it is there until it is saved
+    state.submit(Job("l", "left", 1.0, Load(16, 4, 2048), remaining=1e6, can_split=False))
+    assert not schedule(state, 1.5).places
+    state.place(state.jobs["j0"], [state.workers["w1"]], 1.0, 1.0)
     state.workers["w0"].idle_since_s = 1.0
     plan = schedule(state, 2.0)
     assert not plan.places
@@ -441,3 +445,33 @@ def test_a_group_gives_up_a_worker_that_it_can_do_without_to_a_base_that_waits()
     state.drop_worker("w0", 2.0)
     state.groups = {"g": Group("g", "right", 1, workers[1:], None)}
     assert schedule(state, 3.0).starts == {"left": 1}
+
+
+@given(EVENTS)
+@settings(max_examples=100, deadline=None)
+def test_what_gathering_costs_is_what_is_lost(events: list[tuple[str, object]]) -> None:
+    play = Play(fresh(workers=4))
+    for kind, value in events:
+        play.event(kind, value)
+    planner = Planner(play.state, play.now_s, Plan())
+    for worker in play.state.workers.values():
+        pool = play.state.pool(worker.base)
+        homes, lost = planner._homes(worker, pool) if worker.jobs else ([], 0.0)
+        touched = {home.name: home for _, home in homes}
+        before = worker.speed + sum(home.speed for home in touched.values())
+        after = 0.0
+        for home in touched.values():
+            claims = [job.claim for job in home.jobs.values()]
+            after += deal(pool.model, [*claims, *(job.claim for job, to in homes if to is home)]).speed
+        assert not homes or lost == pytest.approx(before - after)
+
+
+def test_a_job_that_makes_room_says_for_whom_in_a_cluster_too() -> None:
+    state = ClusterState(CAPACITY.models, groups={}, max_workers=1)
+    state.come(Worker("w0", "n", "left", group="g"))
+    state.groups = {"g": Group("g", "left", 1, tuple(state.workers.values()), None)}
+    for name, remaining in (("long", 1e6), ("short", 2e4)):
+        state.submit(Job(name, "left", 0.0, Load(16, 8, 2048), remaining=remaining, can_split=False))
+        plan = schedule(state, 1.0)
+    assert plan.moves == {"long"}
+    assert plan.reasons["long"].startswith("makes room for short")
