@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,11 @@ from typing import Any
 import ray
 from ray.train import BackendConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.backend import Backend
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.constants import (
+    DEFAULT_WORKER_GROUP_START_TIMEOUT_S,
+    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
+    get_env_vars_to_propagate,
+)
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
 from ray.train.v2._internal.execution.controller.state import RunningState
@@ -44,7 +49,7 @@ if not ray.__version__.startswith("2.60."):
 log = logging.getLogger("tlora")
 _ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
+    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR: "600",
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "0",
 }
@@ -160,11 +165,15 @@ class _Workers(WorkerGroup):
             self._init_train_context(workers, state.sync_actor)
             ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in workers])
         except Exception as error:  # of the new ones alone
-            log.warning("group=%s new workers did not start: %s", self._train_run_context.run_config.name, error)
-            for group in groups:
-                remove_placement_group(group)
+            self.give_up(groups, error)
         else:
             self._replace([*state.workers, *workers])
+
+    def give_up(self, groups: list[PlacementGroup], error: object = "they take too long") -> None:
+        """Units that do not start: what has come of them goes with their placement groups."""
+        log.warning("group=%s new workers did not start: %s", self._train_run_context.run_config.name, error)
+        for group in groups:
+            remove_placement_group(group)
 
     def failed(self) -> list[Worker]:
         """Workers of units in one of which the last poll found an error."""
@@ -225,6 +234,19 @@ def reserve(count: int, resources: dict[str, float], plan: Plan, near: str | Non
     ]
 
 
+def _start_timeout_s() -> float:
+    return float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """Units whose processes start."""
+
+    groups: list[PlacementGroup]
+    until_s: float
+    """When it is given up."""
+
+
 @dataclasses.dataclass
 class _InPlace(ResizeDecision):
     """A change of size that leaves the other workers alone."""
@@ -238,8 +260,7 @@ class _Told(ScalingPolicy):
         self.size, self.in_place, self.plan = size, in_place, plan
         self.pending: list[PlacementGroup] = []
         """Of units that are to come."""
-        self.starting: dict[Future[list[Worker]], list[PlacementGroup]] = {}
-        """Of units whose processes start."""
+        self.starting: dict[Future[list[Worker]], _Start] = {}
         self.leaving: set[tuple[str, int]] = set()
         """Nodes and process ids of one worker or more of each unit that is to go."""
 
@@ -270,7 +291,7 @@ class _Told(ScalingPolicy):
         for worker in worker_group_state.workers:
             units.setdefault(_seat(worker), []).append(_key(worker))
         staying = [unit for unit in units.values() if self.leaving.isdisjoint(unit)]
-        wanted = max(0, self.size - len(staying) - sum(map(len, self.starting.values())))
+        wanted = max(0, self.size - len(staying) - sum(len(start.groups) for start in self.starting.values()))
         for group in self.pending[wanted:]:
             remove_placement_group(group)
         self.pending = self.pending[:wanted]
@@ -278,9 +299,14 @@ class _Told(ScalingPolicy):
         near = max(nodes, key=lambda node: (nodes[node], node), default=None)
         self.pending += reserve(wanted - len(self.pending), self.resources, self.plan, near)
         has_started = any(started.done() for started in self.starting)
-        if self.leaving or has_started or any(group.wait(0) for group in self.pending):
+        if self.leaving or has_started or self.late() or any(group.wait(0) for group in self.pending):
             return _InPlace(self.size, self.resources)
         return NoopDecision()
+
+    def late(self) -> "list[Future[list[Worker]]]":
+        """Starts that hang."""
+        now_s = time.monotonic()
+        return [started for started, start in self.starting.items() if not started.done() and now_s > start.until_s]
 
     def _retire(self, workers: Sequence[Worker], status: Any) -> None:
         """Those told to leave that are still here, and those that have ended."""
@@ -325,9 +351,13 @@ class GroupController(TrainController):
             ready = [group for group in policy.pending if group.wait(0)]
             policy.pending = [group for group in policy.pending if group not in ready]
             if ready:
-                policy.starting[workers.start_in(ready)] = ready
+                policy.starting[workers.start_in(ready)] = _Start(ready, time.monotonic() + _start_timeout_s())
             for started in [started for started in policy.starting if started.done()]:
-                workers.join(started, policy.starting.pop(started))
+                workers.join(started, policy.starting.pop(started).groups)
+            if late := policy.late():
+                for started in late:
+                    workers.give_up(policy.starting.pop(started).groups)
+                return self._go_on()  # all others may have ended: the next look says so
             seats = {_seat(worker) for worker in workers.get_workers() if _key(worker) in policy.leaving}
             gone = [worker for worker in workers.get_workers() if _seat(worker) in seats]
             if len(gone) == len(workers.get_workers()) and policy.starting:

@@ -1,6 +1,7 @@
 """What a group's policy decides, one look at a time: who is to come, who goes, when nothing is to be done."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -110,7 +111,8 @@ class HeldWorkers(_Workers):
             actor=SimpleNamespace(run_train_fn=SimpleNamespace(remote=lambda function: None)),
         )
 
-    def _create_workers(self, count: int, seats: Any, resources: Any, indices: Any, rank: int) -> Any:  # type: ignore[override]
+    def _create_workers(self, count: int, *given: Any) -> Any:  # type: ignore[override]
+        _, _, indices, rank = given
         assert self.go_on.wait(20)
         return [self.worker(rank + at, index) for at, index in enumerate(indices)]
 
@@ -212,6 +214,29 @@ def test_workers_that_do_not_start_are_asked_for_again(held: HeldController, mon
     assert len(removed) == 2
     held.look()
     assert len(policy.pending) == 2
+
+
+@pytest.mark.parametrize("dead", [(), (0,)])
+def test_a_start_that_hangs_is_given_up_in_time(
+    held: HeldController, monkeypatch: pytest.MonkeyPatch, dead: tuple[int, ...]
+) -> None:
+    """The group asks for others, or ends if all have."""
+    workers, policy, ended = held._worker_group, held._scaling_policy, SimpleNamespace(finished=True, errors={})
+    removed: list[FakeGroup] = []
+    monkeypatch.setattr(ray_train, "remove_placement_group", removed.append)
+    held.look(dead)
+    assert not removed
+    late_s = time.monotonic() + ray_train._start_timeout_s()
+    monkeypatch.setattr(ray_train, "time", SimpleNamespace(monotonic=lambda: late_s))
+    held.look(dead)
+    assert len(removed) == 2
+    assert not workers.ended
+    assert held._is_training_succeeded(ended)
+    if not dead:
+        workers.go_on.set()
+        held.look()
+        assert len(policy.pending) == 2
+        assert len(workers.get_workers()) == 1, "those that come too late are nobody's"
 
 
 def test_those_told_to_leave_go_and_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
