@@ -62,35 +62,53 @@ def start() -> str:
         return str(known["address"])
     path = _file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = path.with_suffix(".log")
-    with socket.socket() as free:  # other users of this machine have theirs
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block",
-               f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false",
-               "--dashboard-agent-listen-port=0", "--disable-usage-stats",
-               f"--temp-dir={path.parent / 'ray'}"]  # fmt: skip
-    environment = {**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    where = f"127.0.0.1:{port}"
     with path.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ClusterError("another `tlora up` starts Ray on this machine just now. Wait for it.") from None
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=out, start_new_session=True, env=environment, pass_fds=[lock.fileno()]
-            )
-        # Before it is ready: if this command is killed meanwhile, `tlora down` finds what to end.
-        path.write_text(json.dumps({"pid": process.pid, "address": where}))
+        for _ in range(2):
+            port = _free_port()
+            if _launch(path, port, lock.fileno()):
+                return f"127.0.0.1:{port}"
+            if _free_port(port):  # nobody has taken it meanwhile
+                break
+    raise ClusterError(f"Ray did not start on this machine; its last words are in {path.with_suffix('.log')}.")
+
+
+def _free_port(port: int = 0) -> int:
+    """This, or any, for other users of this machine have theirs; 0: it is taken."""
+    with socket.socket() as free, suppress(OSError):
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has ended holds it no more
+        free.bind(("127.0.0.1", port))
+        return int(free.getsockname()[1])
+    return 0
+
+
+def _launch(path: Path, port: int, lock: int) -> bool:
+    """Whether it starts there."""
+    log = path.with_suffix(".log")
+    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block",
+               f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false",
+               "--dashboard-agent-listen-port=0", "--disable-usage-stats",
+               f"--temp-dir={path.parent / 'ray'}"]  # fmt: skip
+    environment = {**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, start_new_session=True, env=environment, pass_fds=[lock]
+        )
+    # Before it is ready: if this command is killed meanwhile, `tlora down` finds what to end.
+    path.write_text(json.dumps({"pid": process.pid, "address": f"127.0.0.1:{port}"}))
     deadline_s = time.monotonic() + _START_S
     while "Ray runtime started" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline_s:
             process.terminate()
-            path.unlink()
-            raise ClusterError(f"Ray did not start on this machine; its last words are in {log}.")
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            path.unlink(missing_ok=True)
+            return False
         time.sleep(0.2)
-    return where
+    return True
 
 
 def stop() -> None:

@@ -3,9 +3,11 @@
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -107,6 +109,33 @@ def test_a_local_cluster_has_a_token_that_only_its_user_reads(tmp_path: Path, mo
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     local_cluster._use_token()
     assert (token.read_text(), os.environ["RAY_AUTH_MODE"]) == (text, "disabled")
+
+
+@pytest.mark.parametrize(("taken", "starts"), [(1, 2), (2, 2), (0, 1)])
+def test_a_port_that_another_takes_meanwhile_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int, starts: int
+) -> None:
+    """Before Ray has it; where none is taken, it does not start for another reason."""
+    monkeypatch.setenv("TLORA_HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    ports, popen, others = list[int](), subprocess.Popen, list[socket.socket]()
+
+    def start(command: list[str], **options: Any) -> Any:
+        ports.append(next(int(each.partition("=")[2]) for each in command if each.startswith("--port")))
+        if len(ports) <= taken:
+            others.append(socket.create_server(("127.0.0.1", ports[-1])))
+        says = "print('Ray runtime started')" if 0 < taken < len(ports) else "raise SystemExit(1)"
+        return popen([sys.executable, "-c", says], **options)
+
+    monkeypatch.setattr(local_cluster.subprocess, "Popen", start)
+    if taken == 1:
+        assert local_cluster.start() == f"127.0.0.1:{ports[-1]}"
+    else:
+        with pytest.raises(ClusterError, match="Ray did not start on this machine"):
+            local_cluster.start()
+    assert len({*ports}) == len(ports) == starts
+    for each in others:
+        each.close()
 
 
 def test_a_process_that_has_gone_is_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
