@@ -1,7 +1,7 @@
 """Compiles the mixed linear's kernels for a Hopper GPU, without one, as a script; `test_waits` reads what it prints.
 
-Of each product that reads its left operand from registers: the kernel, and how many such products it lets run on.
-With `planted`, `low_rank._done` has nobody wait.
+Of each product that reads its left operand from registers: the linear's inputs, the kernel, the columns of the sum, and
+how many such products it lets run on. With `planted`, `low_rank._done` has nobody wait.
 """
 
 import itertools
@@ -21,7 +21,9 @@ from triton.runtime.jit import JITFunction
 from tlora.kernels import lora_linear, low_rank, reference, routes
 from tlora.kernels.tiles import Adapters, Piece, tabulate
 
-BY_REGISTERS = re.compile(r"ttng\.warp_group_dot .*isAsync = true.* : tensor<[^>]*dot_op<\{opIdx = 0")
+BY_REGISTERS = re.compile(
+    r"ttng\.warp_group_dot .*isAsync = true.* : tensor<[^>]*dot_op<\{opIdx = 0.* -> tensor<\d+x(\d+)x"
+)
 WAITS = re.compile(r"warp_group_dot_wait .*pendings = (\d+)")
 
 
@@ -53,15 +55,16 @@ def not_done(acc, m_r, MASKED):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    found: list[tuple[str, int]] = []
-    name = ""
+    found: list[tuple[int, str, int, int]] = []
+    inputs, name = 0, ""
 
     def stop(self: object, module: Any, *rest: object) -> None:
         lines = str(module).splitlines()
         for at, line in enumerate(lines):
-            if BY_REGISTERS.search(line):
+            if product := BY_REGISTERS.search(line):
                 waits = (WAITS.search(after) for after in lines[at + 1 :])
-                found.append((name, next((int(wait[1]) for wait in waits if wait), 99)))
+                runs_on = next((int(wait[1]) for wait in waits if wait), 99)
+                found.append((inputs, name, int(product[1]), runs_on))
         raise DoneError
 
     run = JITFunction.run

@@ -1,5 +1,6 @@
 """No product runs on while registers that it reads are written anew (`low_rank._done`): seen in the code for Hopper."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,5 +19,7 @@ def test_products_from_registers_are_waited_for(planted: bool, tmp_path: Path) -
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *(["planted"] if planted else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
     running = {tuple(each) for each in json.loads(done.stdout)}
-    assert {name for name, _ in running} >= {"project", "gradient_a", "fused", "expand"}
-    assert {name for name, count in running if count} == ({"project", "gradient_a"} if planted else set())
+    assert {name for _, name, *_ in running} == {"project", "gradient_a", "fused", "expand"}
+    masked = set(itertools.product((4096, 960), ("project", "gradient_a"), (16, 64)))
+    assert masked <= {(inputs, name, columns) for inputs, name, columns, _ in running}
+    assert {tuple(which) for *which, count in running if count} == (masked if planted else set())
