@@ -12,7 +12,7 @@ _JOB, _WORKER = ("group", "job"), ("group", "rank")
 
 
 class Metrics:
-    """Those of one scheduler; made in its process."""
+    """All that one scheduler publishes; made in its process."""
 
     def __init__(self) -> None:
         self._of_jobs = {
@@ -33,9 +33,8 @@ class Metrics:
             "steps": Counter("tlora_steps", "Optimizer steps taken; repeated ones count once", _JOB),
             "tokens": Counter("tlora_tokens", "Tokens trained on; repeated ones count once", _JOB),
             "restarts": Counter("tlora_restarts", "Times that a job lost its worker", _JOB),
-            "losses": Counter("tlora_lost_workers", "Workers that were lost", ("group",)),
+            "lost_workers": Counter("tlora_lost_workers", "Workers that were lost", ("group",)),
         }
-        self._counted: dict[tuple[str, ...], int] = {}
         self._states = Gauge("tlora_jobs", "Jobs by state; queued: the queue's length", ("state",))
         self._jobs: set[Tags] = set()
         self._workers: set[Tags] = set()
@@ -44,10 +43,11 @@ class Metrics:
 
     def publish(
         self, counts: Mapping[State, int], jobs: Iterable[Mapping[str, Any]], workers: Iterable[Mapping[str, Any]],
-        totals: Mapping[tuple[str, ...], int], now_s: float,
+        gains: Mapping[tuple[str, ...], int], now_s: float,
     ) -> None:  # fmt: skip
         """Set all: from how many jobs are in each state, and the rows that the roster shows to users of those that are
-        on workers, and of workers; of what has gone, rates and shares become 0. `totals`: by counter and tags."""
+        on workers, and of workers; of what has gone, rates and shares become 0. `gains`: by counter and tags, what
+        has come since the last time."""
         placed: set[Tags] = set()
         for job in jobs:
             if job["group"]:
@@ -67,10 +67,9 @@ class Metrics:
         self._workers = here
         for state in State:
             self._states.set(counts.get(state, 0), {"state": state.value})
-        for key, total in totals.items():
-            if gain := total - self._counted.get(key, 0):
+        for key, gain in gains.items():
+            if gain:
                 self._counters[key[0]].inc(gain, dict(zip(_JOB, key[1:], strict=False)))
-                self._counted[key] = total
 
     def _fraction(self, worker: Mapping[str, Any], before: Mapping[str, tuple[float, float]], now_s: float) -> float:
         """Of the time since it was last seen."""

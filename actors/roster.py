@@ -10,7 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tlora.actors import rows
 from tlora.actors.folders import Folders
 from tlora.actors.journal import EMPTY, Change, Entry, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
+from tlora.actors.records import GroupRecord, Seen
 from tlora.actors.register import Foretold
 from tlora.actors.view import View
 from tlora.capacity import Capacity, Learner, Tick
@@ -34,34 +35,6 @@ _PAUSE_S = 3.0
 _WARM_TICKS = 8
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A worker, as it last said."""
-
-    report: Report
-    last_s: float
-    orders: Orders | None = None
-    """The newest that it was given by this scheduler."""
-    idle_since_s: float | None = None
-    budget: int = 0
-    """Most rows of a tick, as planned; 0: not planned."""
-
-
-@dataclass(slots=True)
-class GroupRecord:
-    """A trainer group, as it was asked for."""
-
-    name: str
-    base: str
-    """Of the base's spec, in JSON."""
-    size: int
-    idle_since_s: float | None
-    plan: BasePlan = field(default_factory=BasePlan)
-    """How each of its units holds the base."""
-    most_rows: int = 0
-    """Of a lane's tick, since one of its units ran out of memory."""
-
-
 class Roster:
     """The truth of one cluster."""
 
@@ -72,7 +45,7 @@ class Roster:
         self.waits: dict[str, str] = {}
         """Why a job has no place."""
         self.groups: dict[str, GroupRecord] = {}
-        self.workers: dict[str, _Seen] = {}
+        self.workers: dict[str, Seen] = {}
         self.learners: dict[str, Learner] = {}
         """What is known of each base's ticks."""
         self.plans: dict[str, BasePlan] = {}
@@ -84,6 +57,8 @@ class Roster:
         self._profiled = Capacity.load(Path(spec.profile).expanduser()).models if spec.profile else {}
         self._shares: dict[str, float] = {}
         """Of each tick, by job, as planned."""
+        self._weights: dict[str, float] = {}
+        """Of all jobs that stay on a worker, summed, by worker; only where nothing has changed since it was asked."""
         self.counts: Counter[State] = Counter()
         """Jobs by state."""
         self._at: dict[str, dict[str, None]] = {}
@@ -103,11 +78,11 @@ class Roster:
         """Steps and tokens that each job has ever reached."""
         self.losses: Counter[str] = Counter()
         """Workers that were lost, by group."""
-        self.totals: Counter[tuple[str, str, str]] = Counter()
-        """Of all jobs: what, group, job. Steps and tokens that were repeated count once."""
+        self.gains: Counter[tuple[str, ...]] = Counter()
+        """What metrics are still to count: what, group, job. Steps and tokens that were repeated count once."""
         for entry in journal.entries():
             self._put(entry)
-            self.totals["restarts", "", entry.name] += entry.restarts
+            self.gains["restarts", "", entry.name] += entry.restarts
             if entry.numbers:
                 self._count(entry.name, JobReport(entry.attempt, entry.state, **entry.numbers), "")
 
@@ -259,6 +234,8 @@ class Roster:
             self.counts[before.state] -= 1
         self.counts[entry.state] += 1
         old = before.place if before else ""
+        for place in (old, entry.place):
+            self._weights.pop(place, None)
         if old == entry.place:
             return
         self._busy[self._bases[name]] += bool(entry.place) - bool(old)
@@ -297,7 +274,7 @@ class Roster:
         if before != report.worker and before in self.workers:
             self._lose(before, "its worker was replaced", now_s)
         self._seats[report.group, report.rank] = report.worker
-        seen = self.workers.setdefault(report.worker, _Seen(report, now_s))
+        seen = self.workers.setdefault(report.worker, Seen(report, now_s))
         self._learn(seen.report, report)
         if (group := self.groups.get(report.group)) is not None:
             group.most_rows = min(filter(None, (group.most_rows, report.most_rows)), default=0)
@@ -340,7 +317,7 @@ class Roster:
         for what, reached in (("steps", told.step), ("tokens", told.tokens)):
             if (gain := reached - self._most[what, name]) > 0:
                 self._most[what, name] = reached
-                self.totals[what, group, name] += gain
+                self.gains[what, group, name] += gain
 
     @staticmethod
     def _let_go(entry: Entry) -> Change:
@@ -348,7 +325,7 @@ class Roster:
         state = {"paused": State.PAUSED, "moved": State.QUEUED}.get(entry.wish, State.CANCELLED)
         return Change(entry.name, state=state, place="", wish="")
 
-    def _orders(self, seen: _Seen) -> Orders:
+    def _orders(self, seen: Seen) -> Orders:
         mine = [self.jobs[name] for name in self.jobs_at(seen.report.worker)]
         jobs = {entry.name: Order(entry.spec, entry.attempt, entry.halt) for entry in mine if not entry.wish}
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
@@ -381,15 +358,16 @@ class Roster:
         again = f"{reason}: goes on from its last save"
         for name in self.jobs_at(worker):
             entry = self.jobs[name]
-            lost = Change(name, state=State.QUEUED, place="", reason=again, restarts=entry.restarts + 1)
-            changes.append(self._let_go(entry) if entry.wish else lost)
+            lost = Change(name, state=State.QUEUED, place="", wish="", reason=again, restarts=entry.restarts + 1)
+            changes.append(lost if entry.wish in ("", "moved") else self._let_go(entry))
         seen = self.workers.get(worker)
-        group = seen.report.group if seen else "-"
-        self.totals.update({("restarts", group, change.name): 1 for change in changes if change.restarts})
-        log.warning("group=%s worker=%s is lost with %d job(s): %s", group, worker[:8], len(changes), reason)
+        group = seen.report.group if seen else ""
+        log.warning("group=%s worker=%s is lost with %d job(s): %s", group or "-", worker[:8], len(changes), reason)
         self._change(changes, now_s, {change.name: again for change in changes if change.state is State.QUEUED})
+        self.gains.update(("restarts", group, change.name) for change in changes if change.restarts)
         if self.workers.pop(worker, None):
             self.losses[group] += 1
+            self.gains["lost_workers", group] += 1
 
     # --- what the plan says
 
@@ -423,6 +401,7 @@ class Roster:
     def forget_shares(self) -> None:
         """Workers deal their ticks evenly, until they are told otherwise."""
         self._shares.clear()
+        self._weights.clear()
         for seen in self.workers.values():
             seen.budget = 0
 
@@ -440,6 +419,7 @@ class Roster:
         ]
         self._change(changes, now_s, plan.reasons)
         self._shares.update((name, round(share) or 1) for name, share in plan.shares.items())
+        self._weights.clear()
         for name, budget in plan.budgets.items():
             self.workers[name].budget = budget
         waits = {**self.waits, **plan.reasons}
@@ -471,9 +451,16 @@ class Roster:
 
     def share(self, name: str) -> float:
         """Part of its worker's ticks that is planned for a job; 0: it is on none, or to leave it."""
-        mates = [each for each in self.jobs_at(self.jobs[name].place) if not self.jobs[each].wish]
-        weights = {each: self.jobs[each].spec["share"] * self._shares.get(each, 1.0) for each in mates}
-        return float(weights[name] / sum(weights.values())) if name in weights else 0.0
+        entry = self.jobs[name]
+        if entry.wish or not entry.place:
+            return 0.0
+        if entry.place not in self._weights:
+            mates = (each for each in self.jobs_at(entry.place) if not self.jobs[each].wish)
+            self._weights[entry.place] = sum(map(self._weight, mates))
+        return self._weight(name) / self._weights[entry.place]
+
+    def _weight(self, name: str) -> float:
+        return float(self.jobs[name].spec["share"] * self._shares.get(name, 1.0))
 
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """One mapping a job, in order of submission: ready for JSON."""

@@ -21,8 +21,9 @@ from tlora.actors.journal import Journal
 from tlora.actors.messages import Orders, Report, WorkerOptions
 from tlora.actors.metrics import Metrics
 from tlora.actors.names import MARK, NAMESPACE, SCHEDULER
+from tlora.actors.records import GroupRecord
 from tlora.actors.register import Foretold, Register
-from tlora.actors.roster import BY_USER, GroupRecord, Roster, base_key
+from tlora.actors.roster import BY_USER, Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.errors import ClusterError, StateError
 from tlora.job import State
@@ -274,9 +275,8 @@ class Scheduler:
             if now_s - self._published_s > _PUBLISH_S:
                 self._published_s = now_s
                 placed, workers = roster.status(roster.placed()), roster.describe_workers()
-                totals: dict[tuple[str, ...], int] = {("losses", name): lost for name, lost in roster.losses.items()}
-                totals.update(roster.totals.items())
-                self._metrics.publish(roster.counts, placed, workers, totals, now_s)
+                self._metrics.publish(roster.counts, placed, workers, roster.gains, now_s)
+                roster.gains.clear()
         for name, (size, leaving) in list(self._untold.items()):
             if name not in self._starting and group.resize(name, size, leaving):
                 del self._untold[name]

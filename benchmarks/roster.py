@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks import results
 from tlora.actors.journal import Journal
 from tlora.actors.messages import JobReport, Orders, Report
-from tlora.actors.roster import GroupRecord, Roster, base_key
+from tlora.actors.records import GroupRecord
+from tlora.actors.roster import Roster, base_key
 from tlora.capacity import Capacity, Learner
 from tlora.cluster import ClusterSpec
 from tlora.job import State

@@ -6,7 +6,8 @@ from typing import Any
 
 from tlora.actors.journal import Journal
 from tlora.actors.messages import JobReport, Orders, Report
-from tlora.actors.roster import GroupRecord, Roster, base_key
+from tlora.actors.records import GroupRecord
+from tlora.actors.roster import Roster, base_key
 from tlora.cluster import ClusterSpec
 from tlora.job import State
 from tlora.spec import JobSpec, parse_job
@@ -19,7 +20,7 @@ def spec_of(name: str, **changes: Any) -> JobSpec:
     return parse_job({"name": name, "base": {"model": "m"}, "data": {"path": "d"}, "output": output, **changes})
 
 
-class Desk:
+class RosterDesk:
     """A roster and a clock."""
 
     def __init__(self, folder: Path):
@@ -52,7 +53,7 @@ class Desk:
 class FakeWorker:
     """Does at once what it is told."""
 
-    def __init__(self, desk: Desk, name: str, rank: int = 0):
+    def __init__(self, desk: RosterDesk, name: str, rank: int = 0):
         self.desk, self.report, self.orders = desk, Report(name, "g", rank, "node", 1), Orders(0)
 
     def say(self, **jobs: JobReport) -> Orders:

@@ -4,11 +4,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from desk import Desk, FakeWorker
+from desk import FakeWorker, RosterDesk
 
 
 def test_decisions_are_logged_with_their_reasons_and_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    desk = Desk(tmp_path)
+    desk = RosterDesk(tmp_path)
 
     def said() -> list[str]:
         lines = [record.getMessage() for record in caplog.records]

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from desk import Desk, FakeWorker, spec_of
+from desk import FakeWorker, RosterDesk, spec_of
 
 from tlora.actors import metrics
 from tlora.actors.messages import JobReport
 from tlora.actors.metrics import Metrics
 from tlora.job import State
+from tlora.scheduling import Plan
 
 
 class FakeGauge:
@@ -81,12 +82,10 @@ def test_another_worker_of_the_same_rank_begins_anew(seen: dict[tuple[str, ...],
     assert seen["tlora_worker_busy_fraction", "g", "0"] == 0.5
 
 
-def test_counters_follow_the_totals(seen: dict[tuple[str, ...], float]) -> None:
+def test_counters_grow_by_what_is_gained(seen: dict[tuple[str, ...], float]) -> None:
     gauges = Metrics()
-    totals = {("steps", "g", "a"): 3, ("restarts", "", "a"): 0, ("losses", "g"): 1}
-    for _ in range(2):
-        gauges.publish({}, [], [], totals, 100.0)
-    gauges.publish({}, [], [], {**totals, ("steps", "g", "a"): 5, ("restarts", "h", "a"): 2}, 102.0)
+    gauges.publish({}, [], [], {("steps", "g", "a"): 3, ("restarts", "", "a"): 0, ("lost_workers", "g"): 1}, 100.0)
+    gauges.publish({}, [], [], {("steps", "g", "a"): 2, ("restarts", "h", "a"): 2}, 102.0)
     assert FakeGauge.totals == {
         ("tlora_steps", "g", "a"): 5, ("tlora_restarts", "h", "a"): 2, ("tlora_lost_workers", "g"): 1
     }  # fmt: skip
@@ -94,7 +93,7 @@ def test_counters_follow_the_totals(seen: dict[tuple[str, ...], float]) -> None:
 
 def test_what_is_counted_outlives_the_scheduler(tmp_path: Path) -> None:
     """Restarts, and what a job had reached when it left its worker; what is repeated counts once."""
-    desk = Desk(tmp_path)
+    desk = RosterDesk(tmp_path)
     desk.submit("a")
     worker = FakeWorker(desk, "w")
     worker.say()
@@ -108,16 +107,16 @@ def test_what_is_counted_outlives_the_scheduler(tmp_path: Path) -> None:
     other.say()
     other.say(a=JobReport(2, State.RUNNING, step=4, tokens=40))
     wanted = {("steps", "g", "a"): 5, ("tokens", "g", "a"): 50, ("restarts", "g", "a"): 1}
-    assert +desk.roster.totals == wanted
+    assert +desk.roster.gains == {**wanted, ("lost_workers", "g"): 1}
     desk.journal.close()
     desk.open()
-    assert +desk.roster.totals == {(what, "", name): count for (what, _, name), count in wanted.items()}
+    assert +desk.roster.gains == {(what, "", name): count for (what, _, name), count in wanted.items()}
     assert desk.roster.status()[0]["restarts"] == 1
     desk.journal.close()
 
 
 def test_the_share_is_the_planned_part_of_the_tick(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+    desk = RosterDesk(tmp_path)
     desk.roster.submit([spec_of("a", share=3.0), spec_of("b"), spec_of("c")], desk.now_s)
     desk.submit()
     worker = FakeWorker(desk, "w")
@@ -128,7 +127,7 @@ def test_the_share_is_the_planned_part_of_the_tick(tmp_path: Path) -> None:
         return [row["share"] for row in desk.roster.status()]
 
     assert shares() == [0.75, 0.25, 0.0]
-    desk.roster._shares.update(a=100, b=900)
+    desk.roster.take_places(Plan(shares={"a": 100, "b": 900}), desk.now_s)
     assert shares() == [0.25, 0.75, 0.0]
     desk.roster.pause(["b"], desk.now_s)
     assert shares() == [1.0, 0.0, 0.0]

@@ -9,10 +9,11 @@ from typing import Any
 import made_up
 import numpy as np
 import pytest
-from desk import Desk, FakeWorker, spec_of
+from desk import FakeWorker, RosterDesk, spec_of
 
 from tlora.actors.messages import JobReport
-from tlora.actors.roster import GroupRecord, base_key
+from tlora.actors.records import GroupRecord
+from tlora.actors.roster import base_key
 from tlora.actors.view import View
 from tlora.capacity import Capacity, Learner
 from tlora.errors import StateError
@@ -32,7 +33,7 @@ class Play:
     """Events on a roster."""
 
     def __init__(self, folder: Path, *, is_measured: bool):
-        self.desk, self.num_jobs, self.drained = Desk(folder), 0, set[str]()
+        self.desk, self.num_jobs, self.drained = RosterDesk(folder), 0, set[str]()
         self.desk.submit()
         self.workers: list[FakeWorker] = []
         self.is_measured = is_measured

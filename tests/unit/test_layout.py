@@ -59,8 +59,8 @@ DECIDING = (
 PURE = (*(f"tlora.{name}" for name in DECIDING.split()), "tlora.job", "tlora.errors", "tlora.plan")
 RAY_TRAIN = "tlora.actors.ray_train"
 UNSAFE = re.compile(
-    r"(pickle|cloudpickle|dill|joblib|marshal|shelve)(\..*)?|torch\.load|yaml\.(unsafe|full)_load(_all)?|os\.(system|popen)"
-    r"|eval|exec|(shell|allow_pickle)=True"
+    r"(pickle|cloudpickle|dill|joblib|marshal|shelve)(\..*)?|torch\.load|yaml\.(unsafe|full)_load(_all)?"
+    r"|os\.(system|popen)|eval|exec|(shell|allow_pickle)=True"
 )
 HEAVY = {"torch", "transformers", "ray", "triton", "peft", "datasets", "wandb"}
 
