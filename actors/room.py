@@ -4,8 +4,8 @@ Asked by `tlora.actors.worker`. What would be alone is tried, for an estimate ma
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,11 +24,18 @@ log = logging.getLogger("tlora")
 
 @dataclass(frozen=True, slots=True)
 class _Crowded:
-    """A job that waits until it has fewer neighbours than this."""
+    """A job that waits until one of these neighbours is gone."""
 
-    attempt: int
-    neighbours: int
-    reason: str
+    beside: frozenset[str]
+    told: JobReport
+
+
+class NoRoom(Exception):
+    """What a job met for want of memory, and the neighbours that it had then."""
+
+    def __init__(self, error: Exception, beside: frozenset[str]):
+        super().__init__(str(error))
+        self.error, self.beside = error, beside
 
 
 class Room:
@@ -40,6 +47,8 @@ class Room:
         self.needs: Plan | None = None
         """What the base takes, once it has been looked at."""
         self._crowded: dict[str, _Crowded] = {}
+        self._tried: set[tuple[str, int, frozenset[str]]] = set()
+        """Jobs, by attempt and neighbours, for which memory has been given back once."""
 
     def lacks_for_base(self, spec: JobSpec) -> bool:
         """Whether the base and its first job want more than one worker, however small the ticks; `needs` says which.
@@ -69,7 +78,7 @@ class Room:
         need = self._costs(outline, layouts, rows, Machine(gpus=1)).memory(Plan()).total
         if need > room:
             raise MemoryError(
-                f"its adapter beside {len(layouts) - 1} others takes about {need / 2**30:.1f} GiB, the base and the "
+                f"its adapter beside {_others(len(layouts) - 1)} takes about {need / 2**30:.1f} GiB, the base and the "
                 f"smallest tick with it; there are {room / 2**30:.1f}"
             )
 
@@ -83,26 +92,42 @@ class Room:
             checkpointing=self._options.checkpointing,
         )
 
-    def crowd(self, name: str, attempt: int, neighbours: int, error: Exception) -> None:
-        """A job is to wait until it has fewer neighbours than those beside which it has no room."""
-        reason = f"waits for room beside {neighbours} other jobs: {error}"
-        log.warning("job=%s group=%s %s", name, self._options.group, reason)
-        self._crowded[name] = _Crowded(attempt, neighbours, reason)
+    def may_try_again(self, name: str, attempt: int, beside: frozenset[str]) -> bool:
+        """Whether memory has not been given back for a job yet, beside these neighbours; it is to be then."""
+        is_first = (name, attempt, beside) not in self._tried
+        self._tried.add((name, attempt, beside))
+        return is_first
 
-    def is_crowded(self, name: str, neighbours: int) -> bool:
-        return name in self._crowded and neighbours >= self._crowded[name].neighbours
+    def crowd(self, name: str, told: JobReport, beside: frozenset[str], error: Exception) -> None:
+        """A job is to wait until one of those is gone beside which it has no room; `told`: how far it has come."""
+        reason = f"waits for room beside {_others(len(beside))}: {error}"
+        log.warning("job=%s group=%s %s", name, self._options.group, reason)
+        told = replace(told, state=State.ATTACHING, reason=reason, tokens_per_s=0.0)
+        self._crowded[name] = _Crowded(beside, told)
+
+    def is_crowded(self, name: str, neighbours: Collection[str]) -> bool:
+        return name in self._crowded and self._crowded[name].beside.issubset(neighbours)
 
     def forget(self, orders: Orders) -> None:
         """Jobs that are not to be here any more, or are placed anew."""
-        for name, crowded in list(self._crowded.items()):
-            if name not in orders.jobs or orders.jobs[name].attempt != crowded.attempt:
-                del self._crowded[name]
+        attempts = {name: order.attempt for name, order in orders.jobs.items()}
+        self._crowded = {
+            name: crowded for name, crowded in self._crowded.items() if attempts.get(name) == crowded.told.attempt
+        }
+        self._tried = {key for key in self._tried if attempts.get(key[0]) == key[1]}
+
+    def told(self, name: str, attempt: int) -> JobReport:
+        """Of a job that is being read, or waits: how far it had come if it was here before."""
+        crowded = self._crowded.get(name)
+        return crowded.told if crowded else JobReport(attempt, State.ATTACHING)
 
     def reports(self) -> dict[str, JobReport]:
         """Of those that wait, or did."""
-        return {
-            name: JobReport(crowded.attempt, State.ATTACHING, crowded.reason) for name, crowded in self._crowded.items()
-        }
+        return {name: crowded.told for name, crowded in self._crowded.items()}
+
+
+def _others(count: int) -> str:
+    return f"{count} other job{'s' * (count != 1)}"
 
 
 def memory_bytes(device: torch.device) -> int:

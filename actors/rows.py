@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 def of_job(roster: "Roster", entry: Entry) -> dict[str, Any]:
     told = roster.progress.get(entry.name)
     seen = roster.workers.get(entry.place)
-    waits = {
-        State.QUEUED: roster.waits.get(entry.name),
-        State.ATTACHING: told.reason if told and told.attempt == entry.attempt else None,
-    }.get(entry.state)
+    waits = roster.waits.get(entry.name) if entry.state is State.QUEUED else None
+    if told and entry.place and told.attempt == entry.attempt:
+        waits = told.reason
     return {
         "name": entry.name,
         "state": entry.state.value,

@@ -20,7 +20,7 @@ import torch
 
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
 from tlora.actors.names import NAMESPACE, SCHEDULER, STORE
-from tlora.actors.room import Room
+from tlora.actors.room import NoRoom, Room
 from tlora.data import load_tokenizer
 from tlora.errors import JobError, StateError, TloraError
 from tlora.halting import Halts
@@ -178,7 +178,7 @@ class Worker:
         leaving = list(self._trainer.leaving) if self._trainer else []
         for name, order in orders.jobs.items():
             known = any(name in where for where in (self._ended, self._coming, residents, leaving))
-            if not known and not self._room.is_crowded(name, len(self._others(name))):
+            if not known and not self._room.is_crowded(name, self._others(name)):
                 self._read(name, order)
         for name, coming in list(self._coming.items()):
             if coming.job.done() and time.monotonic() >= coming.again_s:
@@ -236,25 +236,30 @@ class Worker:
 
     def _prepare(self, trainer: Trainer, spec: JobSpec) -> ResidentJob:
         """In the reader's thread."""
-        data = self._library.read(spec, trainer.supermodel.outline, self._tokenizer)
-        if self.options.token_budget:
-            trainer.refuse_longer(spec, data)
-        outline, others = trainer.supermodel.outline, self._others(spec.name)
-        layouts = [*(job.state.layout for job in others), outline.lay_out(spec.adapter)]
-        per_sequence = trainer.supermodel.deterministic
-        longest = max(longest_rows(each, per_sequence) for each in (data, *(job.data for job in others)))
-        self._room.refuse_beside(outline, layouts, longest)
-        return trainer.prepare(spec, data, resume=True, record=JobRecord(spec.name), tokenizer=self._tokenizer)
+        beside = frozenset(self._others(spec.name))
+        try:
+            data = self._library.read(spec, trainer.supermodel.outline, self._tokenizer)
+            if self.options.token_budget:
+                trainer.refuse_longer(spec, data)
+            outline, others = trainer.supermodel.outline, self._others(spec.name).values()
+            layouts = [*(job.state.layout for job in others), outline.lay_out(spec.adapter)]
+            per_sequence = trainer.supermodel.deterministic
+            longest = max(longest_rows(each, per_sequence) for each in (data, *(job.data for job in others)))
+            self._room.refuse_beside(outline, layouts, longest)
+            return trainer.prepare(spec, data, resume=True, record=JobRecord(spec.name), tokenizer=self._tokenizer)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            error.__traceback__ = None  # it holds what there was no room for
+            raise NoRoom(error, beside.union(self._others(spec.name))) from None
 
-    def _others(self, name: str) -> list[ResidentJob]:
+    def _others(self, name: str) -> dict[str, ResidentJob]:
         """All whose vectors are on the device, as far as one thread knows of another's, but the one of this name."""
         if (trainer := self._trainer) is None:
-            return []
+            return {}
         read = [coming.job for coming in list(self._coming.values()) if coming.job.done()]
         jobs = [future.result() for future in read if not future.cancelled() and future.exception() is None]
         here = {job.name: job for job in (*jobs, *trainer.leaving.copy().values(), *trainer.jobs.copy().values())}
         here.pop(name, None)
-        return list(here.values())
+        return here
 
     def _give_up(self, coming: _Coming) -> None:
         """A job that is not to come after all: what was read of it lets its folder go."""
@@ -294,20 +299,16 @@ class Worker:
         assert trainer is not None
         try:
             job = coming.job.result()
-            if not self.options.token_budget:
-                longest = _longest(job)
-                trainer.token_budget = max(trainer.token_budget, int(min(2 * longest, max(self._most_rows, longest))))
             self._attempts[name], self._saved_s[name] = coming.order.attempt, time.monotonic()
             self._watch(name, coming.order)
             trainer.admit(job)
+            longest = _longest(job)
+            room = longest if self.options.token_budget else int(min(2 * longest, max(self._most_rows, longest)))
+            trainer.token_budget = max(trainer.token_budget, room)
+        except NoRoom as error:
+            self._crowd(trainer, name, coming.order.attempt, error.error, error.beside)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            error.__traceback__ = None  # it holds what there was no room for
-            self._attempts.pop(name, None)
-            others = self._others(name)
-            if not others:
-                self._end(name, coming.order.attempt, JobError(f"out of memory, though alone: {error}"))
-            elif isinstance(error, MemoryError) or not self._halve(trainer):  # else it is read again
-                self._room.crowd(name, coming.order.attempt, len(others), error)
+            self._crowd(trainer, name, coming.order.attempt, error, frozenset(self._others(name)))
         except (TloraError, OSError, RuntimeError) as error:
             now_s = time.monotonic()
             if may_pass(error, now_s < coming.until_s):
@@ -320,6 +321,17 @@ class Worker:
             self._end(name, coming.order.attempt, error)
         del self._coming[name]
         self.mailbox.changed.set()
+
+    def _crowd(self, trainer: Trainer, name: str, attempt: int, error: Exception, beside: frozenset[str]) -> None:
+        """What a job that had no room comes to: it is read again, once, after memory was given back; then it waits."""
+        error.__traceback__ = None  # it holds what there was no room for
+        self._attempts.pop(name, None)
+        if not beside:
+            self._end(name, attempt, JobError(f"out of memory, though alone: {error}"))
+        elif isinstance(error, MemoryError) or not self._room.may_try_again(name, attempt, beside):
+            self._room.crowd(name, self._room.told(name, attempt), beside, error)
+        else:
+            trainer.supermodel.free_memory()
 
     def _tick(self, trainer: Trainer) -> None:
         try:
@@ -349,14 +361,14 @@ class Worker:
 
     def _shrink(self, trainer: Trainer, error: torch.OutOfMemoryError) -> None:
         """Half the token budget, and the steps in flight once more. Where the longest sequence has a tick to itself
-        already, its job waits until it has fewer neighbours; without any, it fails."""
+        already, its job waits until a neighbour is gone; without any, it fails."""
         is_halved = self._halve(trainer)
         trainer.replay()
         if is_halved:
             return
         name = max(trainer.jobs, key=lambda name: _longest(trainer.jobs[name]))
         if others := self._others(name):
-            self._room.crowd(name, self._attempts[name], len(others), error)
+            self._room.crowd(name, describe(trainer.jobs[name], self._attempts[name]), frozenset(others), error)
             trainer.release(name)
             return
         trainer.detach(name)
@@ -383,7 +395,7 @@ class Worker:
     def _tell(self, applied: int) -> None:
         jobs = {**self._room.reports(), **self._ended}
         for name, coming in self._coming.items():
-            jobs[name] = JobReport(coming.order.attempt, State.ATTACHING, coming.reason)
+            jobs[name] = replace(self._room.told(name, coming.order.attempt), reason=coming.reason)
         for name, job in {**self._trainer.jobs, **self._trainer.leaving}.items() if self._trainer else ():
             jobs[name] = describe(job, self._attempts[name])
         needs = self._room.needs

@@ -363,16 +363,6 @@ def hang(run: Run, rank: int, how: str, folder: Path, mix: Sequence[Visit]) -> t
     return "", "", 0.0
 
 
-def loads_slowly(run: Run, rank: int, loading_s: float) -> str:
-    """One rank is at work longer than a collective may take; what that came to."""
-    mesh = Mesh(run.plan, timeout_s=run.timeout_s, loading_s=loading_s)
-    try:
-        mesh.together(lambda: time.sleep(4 * run.timeout_s if mesh.rank == rank else 0.0))
-    except GroupError as error:
-        return str(error)
-    return ""
-
-
 def with_full_disk(run: Run, folder: Path, mix: Sequence[Visit], name: str, at: int) -> list[str]:
     """`train`, but that the lead of one job cannot save it any more from a tick on."""
 

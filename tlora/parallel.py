@@ -4,6 +4,7 @@ A *circle* is the ranks that agree on every tick: those that share a copy of the
 ends within the timeout, or raises GroupError. Called by the group's trainer and by what holds a base together.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,7 @@ Group = dist.ProcessGroup | None
 """None: this rank alone."""
 TIMEOUT_S = 600.0
 _T = TypeVar("_T")
+_LOOK_S = 0.2
 CHANNELS = 2
 """Process groups of a lane, with which slices take turns. What one group is given runs one after the other on a GPU, in
 the order of launches: a slice's reduction would wait for another slice's next one, and that for compute. More than two
@@ -169,9 +171,13 @@ class Mesh:
         self._num_loaded += 1
         keys = [f"tlora-loaded/{self.circle}/{self._num_loaded}/{rank}" for rank in self.circle]
         store = dist.distributed_c10d._get_default_store()
-        with self._watched("loading", self.circle):
+        with self._watched("loading", self.circle, self._loading_s):
             store.set(keys[self.circle.index(self.rank)], "")
-            store.wait(keys, timedelta(seconds=self._loading_s))
+            until_s = time.monotonic() + self._loading_s
+            while not store.check(keys):  # a wait would keep the store from this process's other threads
+                if time.monotonic() > until_s:
+                    raise RuntimeError("one is not done")
+                time.sleep(_LOOK_S)
         for failed in self.share(failure):
             if failed is not None:
                 raise failed
@@ -188,17 +194,18 @@ class Mesh:
             raise self._failed("the base's own exchange", self.circle, error) from error
 
     @contextmanager
-    def _watched(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+    def _watched(self, what: str, ranks: Sequence[int], limit_s: float = 0.0) -> Iterator[None]:
+        """`limit_s`: if it is not that of collectives."""
         try:
             yield
         except RuntimeError as error:
-            raise self._failed(what, ranks, error) from error
+            raise self._failed(what, ranks, error, limit_s) from error
 
-    def _failed(self, what: str, ranks: Sequence[int], error: Exception) -> GroupError:
+    def _failed(self, what: str, ranks: Sequence[int], error: Exception, limit_s: float = 0.0) -> GroupError:
         why = str(error).strip().splitlines()[0]
         return GroupError(
             f"rank {self.rank}: {what} between ranks {tuple(ranks)} failed: {why}. A rank is gone, or did not answer "
-            f"within {self.timeout_s:g} s. Start the group anew; its jobs go on from their last saves."
+            f"within {limit_s or self.timeout_s:g} s. Start the group anew; its jobs go on from their last saves."
         )
 
 

@@ -118,10 +118,10 @@ class Trainer:
     def refuse_longer(self, spec: JobSpec, data: JobData) -> None:
         """Raise JobError if one of a job's sequences does not fit into a tick."""
         longest = longest_rows(data, self.supermodel.deterministic)
-        if longest > self.token_budget:
+        if longest > (budget := max(self.token_budget, self.options.token_budget)):  # a halved one grows again
             raise JobError(
                 f"job {spec.name}: its longest sequence takes {longest} rows; want at most the token budget, "
-                f"{self.token_budget}. Lower data.max_length or raise the budget."
+                f"{budget}. Lower data.max_length or raise the budget."
             )
 
     def prepare(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import group_work
+import loading
 import pytest
 import reductions
 import torch
@@ -278,8 +279,18 @@ def test_a_rank_that_is_gone_is_found_out_in_time(plan: Plan, how: str, tmp_path
 
 
 def test_loading_may_take_longer_than_a_collective(ranks: Ranks) -> None:
+    """And meanwhile the ranks that are done answer the scheduler: a thread of theirs asks the same store."""
     run = Run(plan=Plan(shards=2), timeout_s=1.0)
-    assert ranks.run(2, group_work.loads_slowly, run, 1, 60.0) == ["", ""]
+    for failure, longest_s in ranks.run(2, loading.loads_slowly, run, 1, 3.0, 60.0):
+        assert not failure
+        assert longest_s < 1.0
+
+
+def test_a_rank_that_loads_for_ever_is_found_out(ranks: Ranks) -> None:
+    run = Run(plan=Plan(shards=2), timeout_s=0.5)
+    (failure, _), _ = ranks.run(2, loading.loads_slowly, run, 1, 3.0, 1.0)
+    assert "loading between ranks (0, 1) failed" in failure
+    assert "within 1 s" in failure
 
 
 def test_a_talk_is_held_behind_a_tick_that_all_agree_on(ranks: Ranks) -> None:
