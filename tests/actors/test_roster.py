@@ -346,6 +346,18 @@ def test_a_job_that_its_worker_cannot_take_in_yet_says_why(desk: RosterDesk) -> 
     assert desk.roster.status(["a"])[0]["reason"] == "waits: no disk"
 
 
+def test_a_running_job_that_has_to_wait_says_why(desk: RosterDesk, running: FakeWorker) -> None:
+    told = JobReport(running.orders.jobs["a"].attempt, State.ATTACHING, "waits for room", 3, 9)
+    running.say(a=told)
+    (row,) = desk.roster.status(["a"])
+    assert (row["reason"], row["step"], row["num_steps"]) == ("waits for room", 3, 9)
+    desk.roster.pause(["a"], 200.0)
+    running.say(a=told)
+    running.say()
+    (row,) = desk.roster.status(["a"])
+    assert (row["state"], row["reason"]) == ("paused", "paused by its user")
+
+
 def test_measured_ticks_set_the_shares_and_the_size_of_ticks(desk: RosterDesk, running: FakeWorker) -> None:
     """Ticks of known cost: once they foretell one another, plans are made by them."""
     for turn in range(1, 200):
