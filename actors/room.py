@@ -30,7 +30,7 @@ class _Crowded:
     told: JobReport
 
 
-class NoRoom(Exception):
+class NoRoomError(Exception):
     """What a job met for want of memory, and the neighbours that it had then."""
 
     def __init__(self, error: Exception, beside: frozenset[str]):

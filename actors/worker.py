@@ -20,7 +20,7 @@ import torch
 
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
 from tlora.actors.names import NAMESPACE, SCHEDULER, STORE
-from tlora.actors.room import NoRoom, Room
+from tlora.actors.room import NoRoomError, Room
 from tlora.data import load_tokenizer
 from tlora.errors import JobError, StateError, TloraError
 from tlora.halting import Halts
@@ -249,7 +249,7 @@ class Worker:
             return trainer.prepare(spec, data, resume=True, record=JobRecord(spec.name), tokenizer=self._tokenizer)
         except (torch.OutOfMemoryError, MemoryError) as error:
             error.__traceback__ = None  # it holds what there was no room for
-            raise NoRoom(error, beside.union(self._others(spec.name))) from None
+            raise NoRoomError(error, beside.union(self._others(spec.name))) from None
 
     def _others(self, name: str) -> dict[str, ResidentJob]:
         """All whose vectors are on the device, as far as one thread knows of another's, but the one of this name."""
@@ -305,7 +305,7 @@ class Worker:
             longest = _longest(job)
             room = longest if self.options.token_budget else int(min(2 * longest, max(self._most_rows, longest)))
             trainer.token_budget = max(trainer.token_budget, room)
-        except NoRoom as error:
+        except NoRoomError as error:
             self._crowd(trainer, name, coming.order.attempt, error.error, error.beside)
         except (torch.OutOfMemoryError, MemoryError) as error:
             self._crowd(trainer, name, coming.order.attempt, error, frozenset(self._others(name)))
