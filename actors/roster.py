@@ -76,7 +76,7 @@ class Roster:
         self._began_s = self._looked_s = now_s
         self._most: Counter[tuple[str, str]] = Counter()
         """Steps and tokens that each job has ever reached."""
-        self.losses: Counter[str] = Counter()
+        self.lost_workers: Counter[str] = Counter()
         """Workers that were lost, by group."""
         self.gains: Counter[tuple[str, ...]] = Counter()
         """What metrics are still to count: what, group, job. Steps and tokens that were repeated count once."""
@@ -366,7 +366,7 @@ class Roster:
         self._change(changes, now_s, {change.name: again for change in changes if change.state is State.QUEUED})
         self.gains.update(("restarts", group, change.name) for change in changes if change.restarts)
         if self.workers.pop(worker, None):
-            self.losses[group] += 1
+            self.lost_workers[group] += 1
             self.gains["lost_workers", group] += 1
 
     # --- what the plan says

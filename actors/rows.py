@@ -1,4 +1,5 @@
-"""What users see of a roster: one mapping a job or worker, ready for JSON. No Ray, no torch."""
+"""What users see of a roster, which calls it for `tlora status` and metrics: one mapping a job or worker, ready for
+JSON. No Ray, no torch."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 
 
 def of_job(roster: "Roster", entry: Entry) -> dict[str, Any]:
+    """A job as it last was: what its worker said goes before what the journal knows."""
     told = roster.progress.get(entry.name)
     seen = roster.workers.get(entry.place)
     waits = roster.waits.get(entry.name) if entry.state is State.QUEUED else None
@@ -39,6 +41,7 @@ def of_job(roster: "Roster", entry: Entry) -> dict[str, Any]:
 
 
 def of_workers(roster: "Roster") -> list[dict[str, Any]]:
+    """Workers that have been heard of."""
     return [
         {
             "group": seen.report.group,
@@ -52,7 +55,7 @@ def of_workers(roster: "Roster") -> list[dict[str, Any]]:
             "ticks": seen.report.ticks,
             "tick_s": seen.report.tick_s,
             "busy_s": seen.report.busy_s,
-            "lost": roster.losses[seen.report.group],
+            "lost": roster.lost_workers[seen.report.group],
         }
         for name, seen in roster.workers.items()
     ]
