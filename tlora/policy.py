@@ -29,8 +29,8 @@ class Planner:
 
     def __init__(self, state: "ClusterState", now_s: float, made: "Plan"):
         self.state, self.now_s, self.rules, self.costs, self.made = state, now_s, state.rules, state.costs, made
-        self._gathers_for: set[str] = set()
-        """Bases for which a worker of another one was to be freed: once a plan."""
+        self._gathered: set[str] = set()
+        """Bases for which a worker of another one was looked for: once a plan."""
 
     def plan(self) -> None:
         """Fill in the plan."""
@@ -264,28 +264,31 @@ class Planner:
         is_known = not isinstance(state.pool(job.base).model, Unmeasured)
         if state.gathers_until_s > self.now_s:
             return state.gathers_for == job.base
-        if job.base in self._gathers_for:
+        if job.base in self._gathered:
             return False
-        self._gathers_for.add(job.base)
+        self._gathered.add(job.base)
         if job.fewest > 1 or (state.groups is not None and (state.num_idle or self._comes_to(job.base))):
             return False
         for base, pool in state.pools.items():
             if base == job.base or pool.waiting.items or state.width_of(base) < state.width_of(job.base):
                 continue
-            for worker in (state.workers[name] for name in pool.pressure.lowest(1)):
-                homes, lost = self._homes(worker, pool)
-                cost_s = self.costs.load_s + len(homes) * self.costs.move_s
-                repays = not is_known or job.remaining * job.alone_s > self.rules.repay * cost_s
-                if not homes or 1.0 - lost <= self.rules.gain or not repays:
-                    continue
-                for other, home in homes:
-                    self._resize(other, (home,), f"makes room for {job.name}: {lost:.2f} of a lone job's speed lost")
-                if state.groups is None:
-                    self._load([worker], job.base)
-                    self._put(job, [worker], f"worker freed by {len(homes)} job(s) of {base}, base loaded")
-                else:
-                    state.gathers_for, state.gathers_until_s = job.base, self.now_s + _GATHERS_S
-                return True
+            emptiest = next(iter(pool.pressure.lowest(1)), None)
+            if emptiest is None:
+                continue
+            worker = state.workers[emptiest]
+            homes, lost = self._homes(worker, pool)
+            cost_s = self.costs.load_s + len(homes) * self.costs.move_s
+            repays = not is_known or job.remaining * job.alone_s > self.rules.repay * cost_s
+            if not homes or 1.0 - lost <= self.rules.gain or not repays:
+                continue
+            for other, home in homes:
+                self._resize(other, (home,), f"makes room for {job.name}: {lost:.2f} of a lone job's speed lost")
+            if state.groups is None:
+                self._load([worker], job.base)
+                self._put(job, [worker], f"worker freed by {len(homes)} job(s) of {base}, base loaded")
+            else:
+                state.gathers_for, state.gathers_until_s = job.base, self.now_s + _GATHERS_S
+            return True
         return False
 
     def _comes_to(self, base: str) -> bool:
