@@ -43,6 +43,8 @@ JOB_RANKS = (8, 16, 32, 64)
 SETTLED_STEPS = 8
 AFTER_STEPS = 3
 """Of each job that stays, more, before a change counts as over."""
+BATCH = 1
+"""Short steps: a worker with four such jobs is not full, and takes a fourth in whenever one is to come."""
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def main() -> None:
     given = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"
     with tempfile.TemporaryDirectory(prefix="tl") as folder:
-        length = 512 if on_gpu else 64
+        length = 128 if on_gpu else 46
         say("base", timed(lambda: write_base(Path(folder), {"toy": TOY, **BASES}[given.shape], length)))
         variables = {"PYTHONPATH": os.environ.get("PYTHONPATH") or os.getcwd(), "RAY_AUTH_MODE": "disabled"}
         variables |= {} if on_gpu else {"OMP_NUM_THREADS": "1"}
@@ -82,7 +84,7 @@ class Load:
 
     def __init__(self, folder: Path, ranks: int, shape: str, patience_s: float):
         self.folder, self.ranks, self.shape, self.patience_s = folder, ranks, shape, patience_s
-        specs = [job(folder, f"job{at}", rank) for at, rank in enumerate(JOB_RANKS * ranks)]
+        specs = [job(folder, f"job{at}", rank, BATCH) for at, rank in enumerate(JOB_RANKS * ranks)]
         self.first, self.others = specs[: len(JOB_RANKS)], specs[len(JOB_RANKS) :]
         self.steps: dict[str, int] = {}
         """Of each job, at its end."""
@@ -119,7 +121,7 @@ class Load:
         moved = self.first[0]
         other = next(spec for spec in self.others if where[spec.name] != where[moved.name])
         stay = [spec for spec in self.specs if spec not in (moved, other)]
-        filler = job(self.folder, "filler", JOB_RANKS[0])
+        filler = job(self.folder, "filler", JOB_RANKS[0], BATCH)
         self.during("detach", 0.2, [*stay, other], lambda: self.client.pause([moved.name]),
                     lambda: state(self.client, moved.name) == "paused")  # fmt: skip
         self.during("attach", 0.2, [*stay, other], lambda: self.client.submit([filler], check=False),
