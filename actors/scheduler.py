@@ -5,6 +5,7 @@ and hears from their workers within a second. Calls are short and idempotent; wh
 thread.
 """
 
+import gc
 import logging
 import os
 import threading
@@ -68,6 +69,8 @@ class Scheduler:
         self._is_closed = False
         self._metrics = Metrics()
         self._published_s = self._flushed_s = self._asked_s = self._foretold_s = 0.0
+        gc.collect()
+        gc.freeze()  # what is there by now stays: walking through it again would hold a call up for 30 ms
         threading.Thread(target=self._run, daemon=True, name="tlora-plan").start()
 
     # --- front doors
