@@ -467,6 +467,11 @@ class Roster:
         wanted = None if names is None else [self.entry(name).name for name in names]
         return [rows.of_job(self, self.jobs[name]) for name in (list(self.jobs) if wanted is None else wanted)]
 
+    def tick_error(self, group: str) -> float | None:
+        """How far off the base's ticks are foretold, on the mean: of |predicted / measured − 1|. None: nothing was."""
+        learner = self.learners.get(self.groups[group].base) if group in self.groups else None
+        return None if learner is None or math.isnan(learner.error) else round(learner.error, 4)
+
     def describe_workers(self) -> list[dict[str, Any]]:
         """One mapping a worker that has been heard of."""
         return rows.of_workers(self)

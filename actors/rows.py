@@ -55,6 +55,7 @@ def of_workers(roster: "Roster") -> list[dict[str, Any]]:
             "ticks": seen.report.ticks,
             "tick_s": seen.report.tick_s,
             "busy_s": seen.report.busy_s,
+            "tick_error": roster.tick_error(seen.report.group),
             "lost": roster.lost_workers[seen.report.group],
         }
         for name, seen in roster.workers.items()

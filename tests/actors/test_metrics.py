@@ -1,5 +1,6 @@
 """The gauges and counters: what is published of jobs and workers, and of those that have gone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,4 +132,19 @@ def test_the_share_is_the_planned_part_of_the_tick(tmp_path: Path) -> None:
     assert shares() == [0.25, 0.75, 0.0]
     desk.roster.pause(["b"], desk.now_s)
     assert shares() == [1.0, 0.0, 0.0]
+    desk.journal.close()
+
+
+def test_how_far_ticks_are_off_what_was_foretold_is_published(
+    seen: dict[tuple[str, ...], float], tmp_path: Path
+) -> None:
+    desk = RosterDesk(tmp_path)
+    desk.submit("a")
+    worker = FakeWorker(desk, "w")
+    for ticks, (rows, tick_s) in enumerate([(256, 1.0), (256, 1.0), (512, 2.0), (256, 2.0)], 9):
+        worker.report = replace(worker.report, ticks=ticks, tick_tokens=rows, tick_jobs=1, tick_ranks=16, tick_s=tick_s)
+        worker.say()
+        Metrics().publish({}, [], desk.roster.describe_workers(), {}, desk.now_s)
+        assert (("tlora_worker_tick_error", "g", "0") in seen) == (ticks == 12), "two sizes make a model"
+    assert seen["tlora_worker_tick_error", "g", "0"] == 0.5
     desk.journal.close()
