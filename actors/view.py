@@ -95,7 +95,12 @@ class View:
         spec = self._roster.spec
         return ClusterState(
             models,
-            rules=Rules(urgency=spec.order, preempts=spec.order == "shortest", quotas=spec.quotas),
+            rules=Rules(
+                urgency=spec.order,
+                preempts=spec.order == "shortest",
+                fills=spec.gpus_per_worker > 0,  # processors and their memory serve others, too
+                quotas=spec.quotas,
+            ),
             jobs_per_worker=spec.jobs_per_worker,
             max_workers=spec.max_workers,
             idle_s=spec.idle_s,

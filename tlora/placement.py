@@ -75,6 +75,8 @@ NOTHING = Claim(0.0, "", 0.0, 0.0, 0, 0.0, 0.0)
 UNIT = Load(rank=1, batch=1, length=1)
 """Of a job about which nothing is known."""
 _ROUNDING = 1.0 + 1e-9
+_FASTER = 0.9
+"""Step time elsewhere over that here, from where on a job is not moved for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +126,11 @@ class Job:
         if self.rate and now_s > self.since_s:
             self.remaining = max(self.remaining - self.rate * (now_s - self.since_s), 0.0)
         self.since_s = max(self.since_s, now_s)
+
+    def saves_s(self, step_s: float) -> float:
+        """How much sooner it would end with such steps; −∞ where they are hardly shorter."""
+        before_s = 1.0 / self.rate
+        return self.remaining * (before_s - step_s) if step_s <= _FASTER * before_s else -math.inf
 
     @property
     def slowdown(self) -> float:

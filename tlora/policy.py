@@ -20,8 +20,6 @@ _WORTH = 1.01
 """Joint over apart, from where on a merge counts as a gain."""
 _GATHERS_S = 60.0
 """In which the jobs of a worker that is freed have left it; no other is freed meanwhile."""
-_FASTER = 0.9
-"""Step time on more workers over that before, below which a job gets them."""
 
 
 class Planner:
@@ -436,7 +434,7 @@ class Planner:
             cost_s += self.costs.load_s if base != job.base else 0.0
             job.done_by(self.now_s)
             before_s, after_s = 1.0 / job.rate, model.fastest_s(job.load, len(keep) + more)
-            if job.remaining * (before_s - after_s) < self.rules.repay * cost_s or after_s > _FASTER * before_s:
+            if job.saves_s(after_s) < self.rules.repay * cost_s:
                 continue
             new = self._idle(base, more)
             self._load(new, job.base)
