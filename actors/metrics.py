@@ -28,9 +28,7 @@ class Metrics:
             "tick_s": Gauge("tlora_worker_tick_seconds", "Seconds of the last tick", _WORKER),
             "residents": Gauge("tlora_worker_jobs", "Jobs on a worker", _WORKER),
             "busy": Gauge("tlora_worker_busy_fraction", "Share of the time that was spent in ticks", _WORKER),
-            "tick_error": Gauge(
-                "tlora_worker_tick_error", "Mean |predicted / measured − 1| of its base's ticks", _WORKER
-            ),
+            "tick_error": Gauge("tlora_worker_tick_error", "Mean error of foretold ticks, relative", _WORKER),
         }
         self._counters = {
             "steps": Counter("tlora_steps", "Optimizer steps taken; repeated ones count once", _JOB),

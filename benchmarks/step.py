@@ -234,7 +234,7 @@ class Peft:
             if isinstance(module, nn.Dropout):
                 module.p = dropout
         ids = torch.from_numpy(sequence(length, 0, self.vocab).ids).long().to(self.device)[None].repeat(batch, 1)
-        self.model(input_ids=ids, labels=ids).loss.backward()
+        self.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # else each layer compiles for itself
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

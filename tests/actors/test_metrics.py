@@ -21,6 +21,7 @@ class FakeGauge:
     totals: dict[tuple[str, ...], float]
 
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]):
+        assert description.isascii(), "Ray takes no other"
         assert description
         self.name, self.keys = name, tag_keys
 
