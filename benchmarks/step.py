@@ -318,19 +318,18 @@ def peak(run: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def profile(bench: Bench) -> None:
-    """Tick time and memory over tokens and rank sums, and PEFT's steps: what the capacity model starts from."""
-    for part, measured in (("ticks", ticks), ("peft", peft)):
-        made_by = {"torch": str(torch.__version__), "commit": results.commit()}
-        new = [{**it, **made_by} for it in measured(bench)]
-        path = results.folder() / "profile.json"
-        kept = json.loads(path.read_text()) if path.exists() else {"gpu": torch.cuda.get_device_name()}
-        kept[part] = [it for it in kept.get(part, []) if it["base"] != bench.name] + new
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+def profile(bench: Bench, measured: Callable[[Bench], Iterator[dict[str, object]]]) -> None:
+    """Part of what the capacity model starts from, in the place of what is there of this base."""
+    made_by = {"torch": str(torch.__version__), "commit": results.commit()}
+    new = [{**it, **made_by} for it in measured(bench)]
+    path, part = results.folder() / "profile.json", measured.__name__
+    kept = json.loads(path.read_text()) if path.exists() else {"gpu": torch.cuda.get_device_name()}
+    kept[part] = [it for it in kept.get(part, []) if it["base"] != bench.name] + new
+    path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def ticks(bench: Bench) -> Iterator[dict[str, object]]:
-    """Of one job, of eight alike, and of mixed ones."""
+    """Their time and memory over tokens and rank sums: of one job, of eight alike, and of mixed ones."""
     for ranks in ((16,), (16,) * 8, RANKS):
         bench.place(ranks)
         for length in (64, 128, 256, 512, 1024, 2048):
@@ -375,7 +374,8 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "own-solo": own_solo,
     "peft-eager": against_peft,
     "memory": memory,
-    "profile": profile,
+    "profile": partial(profile, measured=ticks),
+    "profile-peft": partial(profile, measured=peft),
     "deterministic": deterministic,
     "captured": captured,
     "peft-compiled": partial(against_peft, compiled=True),
