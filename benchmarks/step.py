@@ -127,9 +127,9 @@ def sequence(length: int, seed: int, vocab: int = 30000) -> TokenSequence:
     return TokenSequence(ids, np.arange(length) >= 1)
 
 
-def in_turn(runs: dict[str, Callable[[], None]], rounds: int = 4) -> dict[str, float]:
-    """Median milliseconds of each, after what compiles, captures and measures itself has done so."""
-    for run in [*runs.values()] * 3:
+def in_turn(runs: dict[str, Callable[[], None]], rounds: int = 4, *, warm: int = 3) -> dict[str, float]:
+    """Median milliseconds of each, after what compiles, captures and measures itself has done so in `warm` calls."""
+    for run in [*runs.values()] * warm:
         run()
     return results.medians_ms(runs, calls=1, rounds=rounds, graphed=False)
 
@@ -245,7 +245,7 @@ def own_solo(bench: Bench) -> None:
     bench.place(RANKS)
     for length in (512, 2048):
         runs = {str(slot): partial(bench.step, [slot], length) for slot in range(8)}
-        times = in_turn({"ours": partial(bench.step, range(8), length), **runs})
+        times = in_turn({"ours": partial(bench.step, range(8), length), **runs}, warm=8)
         alone = sum(time for name, time in times.items() if name != "ours")
         name, theirs = f"throughput/8x{length}/own-solo", "ours, one job after the other"
         add(bench, name, times["ours"], theirs, alone, None, faster=True)
@@ -290,7 +290,7 @@ def captured(bench: Bench) -> None:
         one.place(RANKS)
         assert one.model.is_small(8 * length) == (name == "ours")
         runs[name] = partial(one.step, range(8), length)
-    times = in_turn(runs)
+    times = in_turn(runs, warm=64)
     add(bench, f"captured/8x{length}", times["ours"], "ours, kernel by kernel", times["launched"], None)
     del runs, one
     free()
@@ -334,7 +334,7 @@ def ticks(bench: Bench) -> Iterator[dict[str, object]]:
         bench.place(ranks)
         for length in (64, 128, 256, 512, 1024, 2048):
             jobs = range(len(ranks))
-            times = in_turn({"tick": lambda length=length, jobs=jobs: bench.step(jobs, length)}, rounds=3)
+            times = in_turn({"tick": lambda length=length, jobs=jobs: bench.step(jobs, length)}, rounds=3, warm=8)
             yield {
                 "base": bench.name,
                 "parameters": bench.model.outline.num_parameters,

@@ -15,15 +15,19 @@ from tlora.kernels.tiles import Tables
 from tlora.packing import Batch
 
 _SIGHTS = 3
-"""A shape is captured when it comes for the third time: by then it is compiled, and its products are measured."""
-_MOST = 16
+"""No shape is captured before it comes for the third time: by then it is compiled, and its products are measured. So
+much a capture costs, too, in ticks that are launched: it runs once so, and is recorded both ways."""
+_MOST, _REMEMBERED = 16, 4096
 
 
 class Graphs:
-    """The shapes of one super-model."""
+    """The shapes of one super-model. `most_rows`: of a tick that takes as long to launch as to compute.
 
-    def __init__(self, hidden: Callable[[Batch], torch.Tensor]):
-        self._hidden = hidden
+    A tick of fewer rows gains 1 − rows / `most_rows` of its launch by being replayed. It is captured once launching it
+    has cost as much more as a capture does: at most twice what knowing beforehand how often it comes would cost."""
+
+    def __init__(self, hidden: Callable[[Batch], torch.Tensor], most_rows: int):
+        self._hidden, self._most_rows = hidden, most_rows
         self._pool: Any = None
         self._sights: Counter[tuple[object, ...]] = Counter()
         self._graphs: dict[tuple[object, ...], _Graph] = {}
@@ -34,12 +38,13 @@ class Graphs:
         self._sights.clear()
 
     def find(self, batch: Batch) -> "_Graph | None":
-        """The graph for this batch's shape, captured when it is due; none as long as the shape is new. The oldest of
-        too many makes room."""
+        """The graph for this batch's shape, captured when it is due; none before. The oldest of too many makes room."""
         key = (batch.rows.longest, batch.rows.training, *(tensor.shape for tensor in _tensors(batch)))
         if key not in self._graphs:
+            if len(self._sights) == _REMEMBERED:
+                self._sights = Counter(dict.fromkeys(self._graphs, _SIGHTS))
             self._sights[key] += 1
-            if self._sights[key] < _SIGHTS:
+            if self._sights[key] < round(_SIGHTS / (1.0 - batch.rows.num_rows / self._most_rows)):
                 return None
             if len(self._graphs) == _MOST:
                 del self._sights[oldest := next(iter(self._graphs))], self._graphs[oldest]

@@ -25,6 +25,8 @@ LENGTHS, COUNTS, RANK = (64, 128, 256, 512, 1024, 2048), (1, 8), 16
 _OTHER_RANKS = (2, 64)
 """Of ticks of one job, which tell what a rank costs."""
 _WARM, _TICKS, _ROUNDS = 2, 3, 3
+_WARM_SMALL = 8
+"""Before small ticks, which are then captured as CUDA graphs, but for those that gain little by it."""
 
 
 def gpu_name(device: torch.device) -> str:
@@ -81,7 +83,7 @@ def _seconds(
             data = random_data(length, supermodel.outline.vocab_size, seed=number)
             job = random_job(Path(folder), f"j{number}", supermodel.base.model, adapter={"rank": rank})
             trainer.attach(job, data)
-        for _ in range(_WARM):
+        for _ in range(_WARM_SMALL if supermodel.is_small(length * count) else _WARM):
             trainer.tick()
         if cuda:
             torch.cuda.synchronize()

@@ -91,7 +91,7 @@ class SuperModel:
         if spread:
             self._stack = self._stacked(spread)
         model.enable_input_require_grads()
-        self._graphs = Graphs(self._hidden_of)
+        self._graphs = Graphs(self._hidden_of, self.small_rows)
         self._seen_tables: tuple[object, ...] = ()
         with torch.compiler.set_stance("force_eager"):
             self._check()
