@@ -30,6 +30,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tlora.adapter import AdapterState
 from tlora.checkpoint import load_state
 from tlora.errors import CheckpointError, GroupError
 from tlora.group_trainer import GroupTrainer
@@ -38,7 +39,7 @@ from tlora.layers import decoder_layers
 from tlora.packing import idle
 from tlora.parallel import Mesh
 from tlora.plan import Plan
-from tlora.spec import BaseSpec
+from tlora.spec import AdapterSpec, BaseSpec
 from tlora.supermodel import SuperModel
 from tlora.trainer import TrainerOptions
 
@@ -300,14 +301,18 @@ def layout_sizes(run: Run, folder: Path, visit: Visit) -> tuple[int, int]:
     return state.layout.size, partial.stop - partial.start
 
 
-def peak_bytes(run: Run) -> tuple[int, int, int]:
+def peak_bytes(run: Run, adapters: Sequence[int] = ()) -> tuple[int, int, int]:
     """Most bytes of the base's precision alive while a token passes; what a rank keeps; what one layer has, whole.
+    `adapters`: rank of each one, dealt to the group's ranks in turn.
 
     Every tensor that Python code, and so FSDP, holds; looked at behind products of some layers, both ways."""
     gc.collect()
     gc.freeze()  # what was there before is not looked through
     mesh, seen = Mesh(run.plan), list[int]()
     model = super_model(run, mesh)
+    for rank in adapters[mesh.rank :: run.plan.ranks]:
+        spec = AdapterSpec(rank=rank, alpha=rank, targets="all-linear")
+        model.place(AdapterState(model.outline.lay_out(spec), spec, seed=0, device=mesh.device, dtype=model.dtype))
 
     def look() -> None:
         storages: dict[int, int] = {}

@@ -18,6 +18,7 @@ from ranks import Ranks
 from tlora.checkpoint import STATE
 from tlora.plan import Plan
 from tlora.planner import EstimatedCosts, Machine, RankMemory
+from tlora.spec import AdapterSpec
 
 CHANGES = {"adapter": {"rank": 8, "targets": "all-linear"}, "steps": 3, "save_every": 99}
 DATA = {"count": 4}
@@ -183,6 +184,19 @@ def test_a_shard_and_a_layer_are_all_that_a_rank_holds(count: int, layers: int, 
         expected = planned(run)
         assert expected.base == pytest.approx(kept, rel=0.02)
         assert expected.base + expected.gathered == pytest.approx(peak, rel=0.02)
+
+
+def test_under_shards_each_rank_holds_its_own_jobs_adapters_whole(ranks: Ranks) -> None:
+    """Two on the first rank, one on the other: base ÷ ranks + a layer + those."""
+    run, jobs = Run(plan=Plan(shards=2), config={**CONFIG, "num_hidden_layers": 24}), (16, 8, 32)
+    alone = ranks.run(2, group_work.peak_bytes, run)
+    for rank, (peak, kept, layer) in enumerate(ranks.run(2, group_work.peak_bytes, run, jobs)):
+        outline = group_work.super_model(Run(plan=Plan(), config=run.config)).outline
+        specs = [AdapterSpec(rank=each, alpha=each, targets="all-linear") for each in jobs[rank::2]]
+        adapters = sum(4 * SIZE * outline.lay_out(spec).size for spec in specs)  # weights, gradient and two moments
+        assert adapters > 2 * layer
+        assert kept == pytest.approx(alone[rank][1] + adapters, rel=0.02)
+        assert peak == pytest.approx(kept + 2 * layer, rel=0.02)
 
 
 def test_a_part_of_every_product_is_all_that_a_rank_holds(ranks: Ranks) -> None:
