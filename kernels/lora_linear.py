@@ -61,7 +61,7 @@ def forward(
     """Y [T, N] and S [modules, T, low]."""
     if len(x) != len(segment_T):
         raise RuntimeError(f"a mixed linear got {len(x)} rows; want the {len(segment_T)} of the batch's tables.")
-    x = _aligned(x)
+    x, bias = _aligned(x), None if bias is None else bias.contiguous()
     T, K = x.shape
     modules, slots, _ = sites.shape
     s, y = x.new_empty(modules, T, low), x.new_empty(T, weight.shape[0])

@@ -144,6 +144,10 @@ class Adapters:
         self.sites[module][slot] = site
         self.is_empty = False
         vectors = (site.a_RK, site.b_NR, site.grad_a_RK, site.grad_b_NR)
+        first, end = self.columns[module : module + 2]
+        assert site.b_NR.shape == (end - first, len(site.a_RK)), "as many outputs as the module has, as many ranks as A"
+        assert site.grad_a_RK.shape == site.a_RK.shape
+        assert site.grad_b_NR.shape == site.b_NR.shape
         assert all(not vector.data_ptr() % 16 for vector in vectors)  # where kernels read them
         assert all(vector.is_contiguous() for vector in (site.a_RK, site.b_NR.T, site.grad_a_RK, site.grad_b_NR.T))
         bits = (_float_bits(site.scale / (1.0 - site.dropout)), _float_bits(site.scale), int(site.dropout * 2**32))
@@ -176,11 +180,12 @@ def tabulate(
     spans: list[tuple[int, int]] = []
     end = partials = 0
     for piece in (*pieces, Piece(-1, num_rows, 0, 0)):
+        assert piece.first >= end, "pieces lie one after the other, within the rows"
         if piece.first > end:
             segments.append((-1, end, piece.first, 0))
-        if not piece.rows:
-            break
         end = piece.first + piece.rows
+        if not piece.rows:
+            continue
         segments.append((piece.slot, piece.first, end, piece.step))
         count = 1 if per_sequence else max(1, round(piece.rows / PART_ROWS))
         cuts = [piece.first + piece.rows * cut // count for cut in range(count + 1)]
@@ -194,7 +199,7 @@ def tabulate(
             folds.append((piece.slot, partials, count, 0))
             partials += count
         spans += [(first, last - first) for first, last in pairwise(cuts)]
-    lengths = torch.tensor([last - first for _, first, last, _ in segments])
+    lengths = torch.tensor([last - first for _, first, last, _ in segments], dtype=torch.int64)
     return {
         "segment_T": torch.arange(len(segments), dtype=torch.int32).repeat_interleave(lengths),
         "segments": _filled(segments, 4),

@@ -1,0 +1,87 @@
+"""What the mixed linear is given: tables with gaps, factors of the wrong size, weights and biases that are views."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from numeric import DEVICE, Job, adapters_of, batch_of, compare, sites_of
+
+from tlora.kernels import lora_linear as op
+from tlora.kernels import routes
+from tlora.kernels.tiles import Piece, tabulate
+
+K, N, T = 24, 40, 70
+JOBS = {0: Job((40,), rank=3, dropout=0.1), 2: Job((30,), rank=17)}
+
+
+@pytest.fixture(params=["twin", "fused"])
+def _route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(routes, "is_fused", lambda tensor: request.param == "fused")
+
+
+def tables(*pieces: Piece, rows: int) -> dict[str, list]:
+    made = tabulate(pieces, rows, torch.arange(rows), per_sequence=False)
+    return {name: [line for line in table.tolist() if line != [-1] * 4] for name, table in made.items()}
+
+
+def test_a_piece_without_rows_is_nobodys() -> None:
+    with_it = tables(Piece(0, 0, 3, 0), Piece(1, 4, 0, 0), Piece(2, 5, 2, 0), rows=8)
+    assert with_it["segments"] == [[0, 0, 3, 0], [-1, 3, 4, 0], [-1, 4, 5, 0], [2, 5, 7, 0], [-1, 7, 8, 0]]
+    assert with_it["segment_T"] == [0, 0, 0, 1, 2, 3, 3, 4]
+    assert with_it["parts"] == [[0, 0, 1, -1], [2, 1, 1, -1]]
+    assert tables(rows=0)["segment_T"] == []
+
+
+@pytest.mark.parametrize(
+    "pieces", [(Piece(0, 0, 5, 0), Piece(1, 3, 4, 0)), (Piece(0, 0, 9, 0),), (Piece(0, 3, 2, 0), Piece(1, 0, 2, 0))]
+)
+def test_pieces_lie_one_after_the_other_within_the_rows(pieces: tuple[Piece, ...]) -> None:
+    with pytest.raises(AssertionError, match="one after the other"):
+        tables(*pieces, rows=7)
+
+
+def test_a_factor_of_another_module_is_refused() -> None:
+    sites = sites_of(JOBS, K, N, torch.float32)
+    with pytest.raises(AssertionError):
+        adapters_of(sites, widths=(N + 8,))
+    with pytest.raises(AssertionError):
+        adapters_of({0: replace(sites[0], grad_a_RK=sites[2].grad_a_RK)}, widths=(N,))
+
+
+@pytest.mark.usefixtures("_route")
+def test_other_rows_than_the_tables_have_are_refused() -> None:
+    batch, adapters = batch_of(JOBS), adapters_of(sites_of(JOBS, K, N, torch.float32), widths=(N,))
+    for rows in (T - 1, T + 1):
+        x = torch.ones(rows, K, device=DEVICE)
+        with pytest.raises(RuntimeError, match=f"got {rows} rows; want the {T}"):
+            op.lora_linear(x, x.new_ones(N, K), None, batch.rows, adapters)
+
+
+VIEWS = {
+    "every second row": lambda whole: torch.stack([whole, whole], 1).flatten(0, 1)[::2],
+    "starts within 16 bytes": lambda whole: torch.cat([whole.flatten()[:1], whole.flatten()])[1:].view(whole.shape),
+    "transposed": lambda whole: whole.t().contiguous().t(),
+    "one for all": lambda whole: whole[:1].expand_as(whole),
+}
+
+
+@pytest.mark.usefixtures("_route")
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_weights_and_biases_may_be_views(dtype: torch.dtype, view: str) -> None:
+    """As wide as bulk copies take them."""
+    draw, batch = torch.Generator().manual_seed(0), batch_of(JOBS)
+    x, weight, bias = (torch.randn(size, generator=draw).to(DEVICE, dtype) for size in ((T, K), (N, K), (N,)))
+
+    def run(weight: torch.Tensor, bias: torch.Tensor) -> dict[str, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        adapters = adapters_of(sites := sites_of(JOBS, K, N, dtype), widths=(N,))
+        y = op.lora_linear(leaf, weight, bias, batch.rows, adapters)
+        y.backward(torch.ones_like(y))
+        grads = {f"d{slot}": site.grad_a_RK for slot, site in sites.items()}
+        return {"y": y.detach(), "dx": leaf.grad, **grads}  # type: ignore[dict-item]
+
+    given = VIEWS[view](weight), VIEWS[view](bias)
+    compare(run(*given), run(*(part.clone(memory_format=torch.contiguous_format) for part in given)), dtype)
