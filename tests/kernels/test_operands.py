@@ -8,7 +8,7 @@ import torch
 from numeric import DEVICE, Job, adapters_of, batch_of, compare, sites_of
 
 from tlora.kernels import lora_linear as op
-from tlora.kernels import routes
+from tlora.kernels import low_rank, routes
 from tlora.kernels.tiles import Piece, tabulate
 
 K, N, T = 24, 40, 70
@@ -57,6 +57,21 @@ def test_other_rows_than_the_tables_have_are_refused() -> None:
         x = torch.ones(rows, K, device=DEVICE)
         with pytest.raises(RuntimeError, match=f"got {rows} rows; want the {T}"):
             op.lora_linear(x, x.new_ones(N, K), None, batch.rows, adapters)
+
+
+@pytest.mark.parametrize(("rows", "each"), [(1, 8), (8 * 65535, 8), (8 * 65535 + 1, 16), (10**6, 16)])
+def test_a_grid_keeps_within_its_bounds(monkeypatch: pytest.MonkeyPatch, rows: int, each: int) -> None:
+    launches = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, int]) -> object:
+            return lambda *given, **options: launches.append((grid, given[-1]))
+
+    monkeypatch.setattr(low_rank, "sum_slabs", Noted())
+    low, sites = torch.empty(2, rows, 64, device="meta"), torch.empty(2, 64, 12, device="meta")
+    op._sum(low, low, sites, sites, sites, (0, 1, 2), True)
+    assert launches == [((2, -(-rows // each)), each)]
+    assert launches[0][0][1] <= 65535
 
 
 VIEWS = {
