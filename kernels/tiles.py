@@ -8,7 +8,7 @@ R rank, S sequences, M target rows, V vocabulary, H hidden size. `tlora.packing`
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -179,6 +179,8 @@ def tabulate(
     folds: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int]] = []
     end = partials = 0
+    owners = [slot for slot, _ in groupby(piece.slot for piece in pieces)]
+    assert len(owners) == len(set(owners)), "a job's rows lie together: programs of two parts would add to it at once"
     for piece in (*pieces, Piece(-1, num_rows, 0, 0)):
         assert piece.first >= end, "pieces lie one after the other, within the rows"
         if piece.first > end:

@@ -42,6 +42,14 @@ def test_pieces_lie_one_after_the_other_within_the_rows(pieces: tuple[Piece, ...
         tables(*pieces, rows=7)
 
 
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_rows_of_a_job_lie_together(per_sequence: bool) -> None:
+    """Else two programs would add to its gradient at once; the interpreter runs them one after the other."""
+    pieces = [Piece(0, 0, 2, 0), Piece(1, 2, 2, 0), Piece(0, 4, 2, 0)]
+    with pytest.raises(AssertionError, match="together"):
+        tabulate(pieces, 6, torch.arange(6), per_sequence=per_sequence)
+
+
 def test_a_factor_of_another_module_is_refused() -> None:
     sites = sites_of(JOBS, K, N, torch.float32)
     with pytest.raises(AssertionError):
