@@ -59,6 +59,44 @@ def test_a_factor_of_another_module_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("_route")
+def test_a_job_that_was_removed_leaves_nothing_to_who_takes_its_slot() -> None:
+    """Beside one that stays: a linear without any adapter is the plain product."""
+    batch, sites = batch_of(JOBS), sites_of(JOBS, K, N, torch.float32)
+    adapters = adapters_of(sites, widths=(N,))
+    adapters.remove(0, 2)
+    assert not adapters.table[0, 2].any()
+    x = torch.ones(T, K, device=DEVICE, requires_grad=True)
+    y = op.lora_linear(x, x.new_zeros(N, K), None, batch.rows, adapters)
+    y.sum().backward()
+    assert y[:40].any()
+    assert not y[40:].any()
+    assert not sites[2].grad_b_NR.any()
+
+
+@pytest.mark.parametrize("slot", [63, 64, 128])
+def test_there_is_room_for_every_slot_and_what_lay_there_stays(slot: int) -> None:
+    adapters = adapters_of(sites_of(JOBS, K, N, torch.float32), widths=(N,))
+    before = adapters.table.clone()
+    adapters.reserve(slot)
+    assert adapters.table.shape[1] > slot
+    assert torch.equal(adapters.table[:, :64], before)
+    assert not adapters.table[:, 64:].any()
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_deterministic_mode_asks_for_the_one_tile(monkeypatch: pytest.MonkeyPatch, per_sequence: bool) -> None:
+    """Not for the fastest: that would be another one on another day."""
+    asked = []
+    monkeypatch.setattr(routes, "is_fused", lambda tensor: True)
+    monkeypatch.setattr(routes, "run_fastest", lambda *given, bulk, pinned: asked.append((bulk, pinned)))
+    batch, adapters = batch_of(JOBS, per_sequence=per_sequence), adapters_of({}, {}, widths=(N, N))
+    adapters.is_empty = False
+    x = torch.ones(batch.rows.num_rows, K, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    op.lora_linear(x, x.new_ones(2 * N, K), None, batch.rows, adapters).sum().backward()
+    assert asked == [(True, per_sequence)] * 2
+
+
+@pytest.mark.usefixtures("_route")
 def test_other_rows_than_the_tables_have_are_refused() -> None:
     batch, adapters = batch_of(JOBS), adapters_of(sites_of(JOBS, K, N, torch.float32), widths=(N,))
     for rows in (T - 1, T + 1):
