@@ -11,6 +11,8 @@ from tlora.kernels import lora_linear as op
 from tlora.kernels import low_rank, routes
 from tlora.kernels.tiles import Piece, tabulate
 
+# NaN is among the factors, and the interpreter's NumPy says so.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 K, N, T = 24, 40, 70
 JOBS = {0: Job((40,), rank=3, dropout=0.1), 2: Job((30,), rank=17)}
 
@@ -71,6 +73,24 @@ def test_a_job_that_was_removed_leaves_nothing_to_who_takes_its_slot() -> None:
     assert y[:40].any()
     assert not y[40:].any()
     assert not sites[2].grad_b_NR.any()
+
+
+@pytest.mark.usefixtures("_route")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_broken_factor_shows_in_its_own_rows(dtype: torch.dtype, value: float) -> None:
+    """In a tile that is shared with others it is selected away, and must not be lost so: a job's loss would stay good.
+    A reaches dX by itself, B reaches Y."""
+    batch, sites = batch_of(JOBS), sites_of(JOBS, K, N, dtype)
+    x = torch.ones(T, K, dtype=dtype, device=DEVICE, requires_grad=True)
+    adapters = adapters_of(sites, widths=(N,))
+    sites[2].b_NR[7, 1] = value
+    y = op.lora_linear(x, x.new_zeros(N, K), None, batch.rows, adapters)
+    assert y.isfinite().all(1).tolist() == [True] * 40 + [False] * 30
+    sites[2].b_NR[7, 1], sites[2].a_RK[1, 3] = 0.0, value
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert x.grad.isfinite().all(1).tolist() == [True] * 40 + [False] * 30
 
 
 @pytest.mark.parametrize("slot", [63, 64, 128])
