@@ -23,6 +23,8 @@ _EXPANDED = 8
 """Column tiles of a program of `expand`."""
 _FOLDED = 256
 """Columns of a program of `fold_sums`."""
+_MOST_PROGRAMS = 65535
+"""CUDA's bound on the second and third number of a grid."""
 
 
 def lora_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, rows: RowTable, adapters: Adapters) -> Tensor:
@@ -61,7 +63,7 @@ def forward(
     """Y [T, N] and S [modules, T, low]."""
     if len(x) != len(segment_T):
         raise RuntimeError(f"a mixed linear got {len(x)} rows; want the {len(segment_T)} of the batch's tables.")
-    x = _aligned(x)
+    x, bias = _aligned(x), None if bias is None else bias.contiguous()
     T, K = x.shape
     modules, slots, _ = sites.shape
     s, y = x.new_empty(modules, T, low), x.new_empty(T, weight.shape[0])
@@ -182,8 +184,9 @@ def _sum(
     training: bool,
 ) -> None:
     modules, T, stride = low.shape
-    low_rank.sum_slabs[modules, triton.cdiv(T, 8)](
-        slabs, low, segment_T, segments, sites, T, sites.shape[1], ends, stride, training, 8, num_warps=2
+    rows = max(8, triton.next_power_of_2(triton.cdiv(T, _MOST_PROGRAMS)))
+    low_rank.sum_slabs[modules, triton.cdiv(T, rows)](
+        slabs, low, segment_T, segments, sites, T, sites.shape[1], ends, stride, training, rows, num_warps=2
     )
 
 

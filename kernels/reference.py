@@ -148,6 +148,8 @@ def lora_linear(
     """
     if adapters.is_empty and not rows.per_sequence:
         return F.linear(x_TK, weight_NK, bias_N)
+    if len(x_TK) != rows.num_rows:
+        raise RuntimeError(f"a mixed linear got {len(x_TK)} rows; want the {rows.num_rows} of the batch's tables.")
     return _LoraLinear.apply(x_TK, weight_NK, bias_N, rows, adapters)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -53,7 +53,7 @@ PINNED = Tile(128, 256, 64, 8, 8, 3)
 """The one shape of deterministic mode."""
 _TILES = {"128x256": PINNED, "128x128": Tile(128, 128, 64, 8, 4, 4), "64x128": Tile(64, 128, 64, 8, 4, 4)}
 _LIBRARY = "library"
-_MEASURED = ("product.py", "routes.py", "lora_linear.py", "reference.py")
+_MEASURED = ("product.py", "mask.py", "routes.py", "lora_linear.py", "reference.py")
 """Files that what was measured depends on."""
 
 
@@ -69,7 +69,8 @@ def is_roomy(x: Tensor) -> bool:
 
 def has_descriptors(x: Tensor, weight: Tensor) -> bool:
     """Whether bulk copies can read these: large tiles fit, rows start on 16 bytes."""
-    return is_roomy(x) and not any(width % 8 for width in weight.shape)
+    lies_well = weight.is_contiguous() and not weight.data_ptr() % 16
+    return is_roomy(x) and lies_well and not any(width % 8 for width in weight.shape)
 
 
 def is_bulky(x: Tensor, starts: tuple[int, ...] = ()) -> bool:
@@ -175,16 +176,16 @@ def _file(gpu: str) -> Path:
 def _choices(gpu: str) -> dict[str, str]:
     try:
         return {key: name for key, name in json.loads(_file(gpu).read_text()).items() if name in (*_TILES, _LIBRARY)}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RuntimeError):  # the last where nobody's home is known
         return {}
 
 
 def _keep(gpu: str, choices: dict[str, str]) -> None:
-    path = _file(gpu)
     try:
+        path = _file(gpu)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(choices, indent=1, sort_keys=True))
         temporary.replace(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         log.warning("the choice of kernels is measured again at each start: %s", error)

@@ -8,7 +8,7 @@ R rank, S sequences, M target rows, V vocabulary, H hidden size. `tlora.packing`
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -144,6 +144,10 @@ class Adapters:
         self.sites[module][slot] = site
         self.is_empty = False
         vectors = (site.a_RK, site.b_NR, site.grad_a_RK, site.grad_b_NR)
+        first, end = self.columns[module : module + 2]
+        assert site.b_NR.shape == (end - first, len(site.a_RK)), "as many outputs as the module has, as many ranks as A"
+        assert site.grad_a_RK.shape == site.a_RK.shape
+        assert site.grad_b_NR.shape == site.b_NR.shape
         assert all(not vector.data_ptr() % 16 for vector in vectors)  # where kernels read them
         assert all(vector.is_contiguous() for vector in (site.a_RK, site.b_NR.T, site.grad_a_RK, site.grad_b_NR.T))
         bits = (_float_bits(site.scale / (1.0 - site.dropout)), _float_bits(site.scale), int(site.dropout * 2**32))
@@ -175,12 +179,15 @@ def tabulate(
     folds: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int]] = []
     end = partials = 0
+    owners = [slot for slot, _ in groupby(piece.slot for piece in pieces)]
+    assert len(owners) == len(set(owners)), "a job's rows lie together: programs of two parts would add to it at once"
     for piece in (*pieces, Piece(-1, num_rows, 0, 0)):
+        assert piece.first >= end, "pieces lie one after the other, within the rows"
         if piece.first > end:
             segments.append((-1, end, piece.first, 0))
-        if not piece.rows:
-            break
         end = piece.first + piece.rows
+        if not piece.rows:
+            continue
         segments.append((piece.slot, piece.first, end, piece.step))
         count = 1 if per_sequence else max(1, round(piece.rows / PART_ROWS))
         cuts = [piece.first + piece.rows * cut // count for cut in range(count + 1)]
@@ -194,7 +201,7 @@ def tabulate(
             folds.append((piece.slot, partials, count, 0))
             partials += count
         spans += [(first, last - first) for first, last in pairwise(cuts)]
-    lengths = torch.tensor([last - first for _, first, last, _ in segments])
+    lengths = torch.tensor([last - first for _, first, last, _ in segments], dtype=torch.int64)
     return {
         "segment_T": torch.arange(len(segments), dtype=torch.int32).repeat_interleave(lengths),
         "segments": _filled(segments, 4),

@@ -35,7 +35,7 @@ class Outline:
     """Whether the head's weight is the input embedding's."""
     model_type: str
     vocab_size: int
-    """Rows of the embedding: token ids must lie below it."""
+    """Rows of the embedding, or of a head that has fewer: token ids must lie below it."""
     max_positions: int | None
     """Longest sequence whose result does not depend on what is packed with it."""
     num_parameters: int
@@ -59,7 +59,7 @@ class Outline:
             head=next(path for path, module in model.named_modules() if module is head),
             is_tied=head.weight is embedding.weight,
             model_type=config.model_type,
-            vocab_size=int(embedding.weight.shape[0]),
+            vocab_size=min(len(embedding.weight), len(head.weight)),
             max_positions=_max_positions(config),
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             num_layers=config.num_hidden_layers,

@@ -107,9 +107,10 @@ def test_it_follows_the_row_wherever_it_lies() -> None:
 
 
 KEYS = (
-    {"seed": 2**63 - 1, "step": 2**31 - 1, "module": 2**32 - 1, "dropout": 0.3},
-    {"seed": 2**32 + 5, "step": 0, "module": 7, "dropout": 0.9},
+    {"seed": 2**63 - 1, "step": 2**31 - 1, "module": 2**32 - 1, "dropout": 0.3, "first": 300},
+    {"seed": 2**32 + 5, "step": 0, "module": 7, "dropout": 0.9, "first": 0},
 )
+"""`first`: the column that an input which is cut over several ranks begins with."""
 SIZE = 136
 
 
@@ -128,13 +129,9 @@ def test_kernels_draw_the_same_mask(
     for index, other in enumerate(KEYS):
         b = eye.clone() if index == module else torch.zeros_like(eye)
         grad_a, grad_b = torch.zeros(2, SIZE, SIZE, device=DEVICE)
-        sites.append(
-            {
-                3: Site(
-                    torch.ones_like(eye), b.T, grad_a, grad_b.T, 1.0, other["dropout"], other["seed"], other["module"]
-                )
-            }
-        )
+        dropout, seed, module_key, first = (other[name] for name in ("dropout", "seed", "module", "first"))
+        ones = torch.ones_like(eye)
+        sites.append({3: Site(ones, b.T, grad_a, grad_b.T, 1.0, dropout, seed, module_key, first)})
     sequence = TokenSequence(np.zeros(SIZE, np.int32), np.zeros(SIZE, bool))
     batch = pack([Item(3, key["step"], 0, 2**31 - 1 - SIZE, 1.0, sequence)], device=DEVICE)
     x = torch.ones_like(eye).requires_grad_()
@@ -161,7 +158,8 @@ def test_the_mask_of_a_lone_linear_is_drawn_in_its_product(
         monkeypatch.setattr(routes, "is_fused", lambda tensor: True)
     key, eye = KEYS[0], torch.eye(SIZE, dtype=dtype, device=DEVICE)
     grad_a, grad_b = torch.zeros(2, SIZE, SIZE, device=DEVICE)
-    site = Site(torch.ones_like(eye), eye.clone().T, grad_a, grad_b.T, 1.0, key["dropout"], key["seed"], key["module"])
+    dropout, seed, module, first = (key[name] for name in ("dropout", "seed", "module", "first"))
+    site = Site(torch.ones_like(eye), eye.clone().T, grad_a, grad_b.T, 1.0, dropout, seed, module, first)
     sequence = TokenSequence(np.zeros(SIZE, np.int32), np.zeros(SIZE, bool))
     batch = pack([Item(3, key["step"], 0, 2**31 - 1 - SIZE, 1.0, sequence)], device=DEVICE)
     x = torch.ones_like(eye).requires_grad_()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from numeric import DEVICE, JOBS, Job, PeftLike, adapters_of, batch_of, compare, error, items_of, sites_of, spans
 
 from tlora.kernels import linear_cross_entropy as op
-from tlora.kernels import routes
+from tlora.kernels import reference, routes
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.tiles import Site
 from tlora.packing import Batch, pack
@@ -220,6 +220,37 @@ def test_chunks_hold_every_row_once_and_no_more_than_they_may(rows: int, vocab: 
     chunks = op.chunks(rows, vocab)
     assert [row for chunk in chunks for row in range(chunk.first, chunk.first + chunk.rows)] == list(range(rows))
     assert all(chunk.rows * vocab <= op.CHUNK_LOGITS or chunk.rows == 1 for chunk in chunks)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapted"])
+def test_per_sequence_products_see_one_sequence_each(monkeypatch: pytest.MonkeyPatch, adapted: bool) -> None:
+    """A product's bits may depend on its number of rows, though not on every machine and for every shape."""
+    seen, real = [], reference.by_blocks
+    monkeypatch.setattr(reference, "by_blocks", lambda *given: (seen.append(given[6]), real(*given))[1])
+    batch = batch_of(FEW, per_sequence=True)
+    adapters = adapters_of(sites_of(FEW, H, V, torch.float32) if adapted else {}, widths=(V,))
+    given = (*inputs(batch.rows.num_rows), batch.rows, batch.loss, adapters)
+    linear_cross_entropy(*given)
+    op.wrong_tokens(*given)
+    assert seen == [batch.loss.blocks] * 2
+    assert [block.rows for block in batch.loss.blocks] == [count for count in batch.loss.counts_S.tolist() if count]
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapted"])
+def test_wrong_tokens_are_those_that_are_not_likeliest(adapted: bool) -> None:
+    batch, sites = batch_of(FEW, training=False), sites_of(FEW, H, V, torch.float32) if adapted else {}
+    hidden, weight, bias = inputs(batch.rows.num_rows)
+    wrong = op.wrong_tokens(hidden, weight, bias, batch.rows, batch.loss, adapters_of(sites, widths=(V,)))
+    want = []
+    for _, item, span in spans(batch):
+        at = torch.from_numpy(item.sequence.is_target).nonzero().squeeze(1).to(DEVICE)
+        logits = F.linear(hidden[span][at - 1], weight, bias)
+        if item.slot in sites:
+            site = sites[item.slot]
+            logits += site.scale * (hidden[span][at - 1] @ site.a_RK.T @ site.b_NR.T)
+        want.append((logits.argmax(-1).cpu() != torch.from_numpy(item.sequence.ids).long()[at.cpu()]).sum().item())
+    assert wrong.tolist() == want
+    assert 0 < sum(want) < len(batch.loss.rows_M)
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapted"])

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tlora.kernels import routes
+from tlora.kernels import product, routes
 from tlora.kernels.routes import Tile
 
 GPU = "NVIDIA Fake 9000"
@@ -199,6 +200,23 @@ def test_a_file_where_the_folder_should_be_does_no_harm(
     assert "measured again at each start" in caplog.text
     start_again(ways)
     assert len(ways.run()) > 1
+
+
+def test_without_a_home_it_is_measured_again(
+    ways: Ways, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a container whose user is in no list."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: Path("~").expanduser())
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert ways.run()[-1] == "library"
+    assert ways.run() == ["library"]
+    assert "measured again at each start" in caplog.text
+
+
+def test_what_was_measured_depends_on_all_that_the_products_are_made_of() -> None:
+    source = Path(product.__file__).read_text()
+    assert {f"{name}.py" for name in re.findall(r"from tlora\.kernels\.(\w+) import", source)} < set(routes._MEASURED)
 
 
 def test_only_sound_entries_of_a_file_are_read(ways: Ways) -> None:

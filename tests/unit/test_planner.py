@@ -128,6 +128,14 @@ def test_what_a_base_can_be_split_over() -> None:
     assert Outline.of(packed, "phi3").divisor == 1
 
 
+def test_a_head_narrower_than_the_embedding_says_which_tokens_there_are() -> None:
+    """A target beyond the head's outputs would be read from the next row's."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=96, num_hidden_layers=1))
+        model.lm_head = torch.nn.Linear(model.config.hidden_size, 88, bias=False)
+    assert Outline.of(model, "llama").vocab_size == 88
+
+
 def test_a_plan_of_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match="want at least 1"):
         Plan(shards=0)
