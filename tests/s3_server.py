@@ -20,7 +20,7 @@ class S3Server:
     """Keeps its port while it is away."""
 
     def __init__(self) -> None:
-        self.objects = dict[str, bytes]()
+        self.objects = {"bucket": b""}
         self.uploads = dict[str, dict[int, bytes]]()  # parts of objects that are not complete
         self.asked = list[str]()  # methods of requests that came, and what they ask for besides an object
         self.lost = self.unheard = ""
@@ -81,7 +81,7 @@ class _Request(BaseHTTPRequestHandler):
         storage.answers.wait()
         if re.fullmatch(storage.lost, asked):
             raise ConnectionError
-        code, found = _serve(storage, asked, unquote(address.path).strip("/"), query, body)
+        code, found = _serve(storage, asked, unquote(address.path).lstrip("/"), query, body)
         if re.fullmatch(storage.unheard, asked):
             raise ConnectionError
         content = found.encode() if isinstance(found, str) else found
@@ -133,7 +133,7 @@ def _serve(storage: S3Server, asked: str, path: str, query: dict[str, str], body
         case "DELETE":
             objects.pop(path, None)
         case "GET list-type":
-            return 200, _listing(storage, path, query)
+            return 200, _listing(storage, path.strip("/"), query)
         case _:
             return (200, objects[path]) if path in objects else (404, "<Error><Code>NoSuchKey</Code></Error>")
     return 200, ""
