@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import RLock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from pyarrow.fs import FileSelector, FileSystem, LocalFileSystem
 
@@ -29,6 +29,7 @@ from tlora.files import atomic_path
 from tlora.job import JobRecord, State
 
 log = logging.getLogger("tlora")
+T = TypeVar("T")
 EMPTY: Mapping[str, dict[str, Any]] = MappingProxyType({})
 _OBJECT = re.compile(r"\d{16}-[0-9a-f]{16}\.json")
 _OBJECT_STORES = ("s3", "gcs", "abfs")
@@ -38,6 +39,11 @@ _HEAD = 1 << 32
 them: so they are above any that were lost unseen, and above those of a former head that is only cut off."""
 _PATIENCE_S = 10.0
 """What a write may take, so that a storage that hangs holds nobody up for longer."""
+_READ_PATIENCE_S = 60.0
+"""What a new head waits for a list of the objects, and then for each next one."""
+_FOR_CLIENTS = {"gs": "retry_limit_seconds=10", "gcs": "retry_limit_seconds=10", "s3": "allow_delayed_open=true"}
+"""What an address asks for unless it says otherwise. Google's client would try for 15 minutes; S3's would write each
+object by three requests, and leave a part of it in the bucket for ever if it were killed between them."""
 _BY_USERS = {"paused": State.PAUSED, "cancelled": State.CANCELLED, "dropped": State.CANCELLED}
 """What a job becomes by a wish that somebody was told is taken down."""
 _SCHEMA = """
@@ -274,17 +280,28 @@ class Journal:
 
     def _objects(self) -> list[tuple[str, bytes]]:
         """What former heads stored, in order."""
-        with self._storage_errors("read"):
-            files, folder = self._reach()
-            if files.type_name not in _OBJECT_STORES:
-                files.create_dir(folder, recursive=True)
-            found = {info.base_name for info in files.get_file_info(FileSelector(folder, allow_not_found=True))}
-            whole = sorted(filter(_OBJECT.fullmatch, found))
-            for name in sorted(found.difference(whole)):
-                log.warning("%s: object %s is half-written or not a journal's, and left out.", self._name, name)
-            with ThreadPoolExecutor(16) as pool:
-                contents = pool.map(lambda name: files.open_input_stream(f"{folder}/{name}").read(), whole)
-                return list(zip(whole, contents, strict=True))
+        readers = ThreadPoolExecutor(16, "tlora-journal-read")
+        try:
+            with self._storage_errors("read"):
+                found = _answer(readers.submit(self._listed), _READ_PATIENCE_S)
+                whole = sorted(filter(_OBJECT.fullmatch, found))
+                for name in sorted(found.difference(whole)):
+                    log.warning("%s: object %s is half-written or not a journal's, and left out.", self._name, name)
+                contents = [readers.submit(self._read, name) for name in whole]
+                return [(name, _answer(read, _READ_PATIENCE_S)) for name, read in zip(whole, contents, strict=True)]
+        finally:
+            readers.shutdown(wait=False, cancel_futures=True)
+
+    def _listed(self) -> set[str]:
+        files, folder = self._reach()
+        if files.type_name not in _OBJECT_STORES:
+            files.create_dir(folder, recursive=True)
+        return {info.base_name for info in files.get_file_info(FileSelector(folder, allow_not_found=True))}
+
+    def _read(self, name: str) -> bytes:
+        files, folder = self._reach()
+        content: bytes = files.open_input_stream(f"{folder}/{name}").read()
+        return content
 
     def _put(self, seq: int, batch: str) -> None:
         """Write a new object, whole or not at all, within `_PATIENCE_S`. One that takes longer may be there later, as
@@ -293,10 +310,7 @@ class Journal:
             if self._late is not None and not self._late.done():
                 raise TimeoutError("an earlier object is still being written")
             self._late = self._pool.submit(self._write_object, seq, batch)
-            try:
-                self._late.result(_PATIENCE_S)
-            except TimeoutError:
-                raise TimeoutError(f"no answer for {_PATIENCE_S:g} s") from None
+            _answer(self._late, _PATIENCE_S)
 
     def _write_object(self, seq: int, batch: str) -> None:
         """Its folder is not made again: where a mount is away, that would be on the head's own disk."""
@@ -315,9 +329,9 @@ class Journal:
     def _reach(self) -> tuple[Any, str]:
         """The storage's file system, and the journal's folder in it. At first use: some ask the network for it."""
         if self._target is None:
-            storage = self._storage
-            if storage.startswith(("gs://", "gcs://")) and "retry_limit_seconds" not in storage:  # else 15 minutes
-                storage += f"{'&' if '?' in storage else '?'}retry_limit_seconds=10"
+            storage, added = self._storage, _FOR_CLIENTS.get(self._storage.partition("://")[0])
+            if added and added.partition("=")[0] not in storage:
+                storage += f"{'&' if '?' in storage else '?'}{added}"
             files, folder = FileSystem.from_uri(storage)
             self._target = files, f"{folder.rstrip('/')}/_tlora/journal"
         return self._target
@@ -329,6 +343,15 @@ class Journal:
         except Exception as error:  # each storage's client has errors of its own
             text = f"storage {self._name}: the journal's copy there cannot be {what}: {error}."
             raise OSError(f"{text} See that it is there, and open to this machine.") from error
+
+
+def _answer(work: "Future[T]", patience_s: float) -> T:
+    try:
+        return work.result(patience_s)
+    except TimeoutError:
+        if work.done():  # it is the storage's own
+            raise
+        raise TimeoutError(f"no answer for {patience_s:g} s") from None
 
 
 def _plain(spec: dict[str, Any]) -> Any:

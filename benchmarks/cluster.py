@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.cluster_utils import Cluster
 
@@ -35,6 +36,8 @@ def main() -> None:
         measure(folder, arguments.base.absolute(), arguments.jobs)
     with private_ray.head() as (folder, cluster):
         measure_joining(folder, arguments.base.absolute(), cluster)
+    with private_ray.autoscaled() as folder:
+        measure_autoscaling(folder, arguments.base.absolute())
 
 
 def job_in(folder: Path, name: str, model: Path, **changes: Any) -> JobSpec:
@@ -53,6 +56,24 @@ def measure_joining(folder: Path, base: Path, cluster: Cluster) -> None:
     cluster.add_node(num_cpus=2)
     say("node joined: first step of a job that waited", timed(lambda: until(lambda: step(client, "waits"))))
     client.down()
+
+
+def measure_autoscaling(folder: Path, base: Path) -> None:
+    """Of which an idle group's end takes one second, and an idle node's three, by these settings."""
+    connect(ClusterSpec(storage=str(folder), state=str(folder / "state"), gpus_per_worker=0, cpus_per_worker=2.0,
+                        idle_s=1.0))  # fmt: skip
+    client = Client()
+    client.submit([job_in(folder, "calls", base)])
+    say("autoscaler: a node for a job that waits", timed(lambda: until(lambda: nodes() > 1)))
+    say("… and its first step after", timed(lambda: until(lambda: step(client, "calls"))))
+    client.wait(["calls"])
+    say("… and no node any more once it has ended", timed(lambda: until(lambda: nodes() == 1)))
+    client.down()
+
+
+def nodes() -> int:
+    """That are there, the head included."""
+    return sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
 
 
 def measure(folder: Path, base: Path, count: int) -> None:

@@ -1,4 +1,4 @@
-"""A cluster that has nothing, gets a node, and is left with nothing to do: what an autoscaler sees of it."""
+"""A cluster that has nothing, gets a node, and has nothing left to do; and where on its nodes workers come to be."""
 
 import tempfile
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import ray
 import toy
-from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
+from benchmarks import private_ray
 from tlora.actors.names import NAMESPACE
 from tlora.actors.ray_train import reserve
 from tlora.actors.scheduler import connect
@@ -37,27 +37,32 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
             cluster.shutdown()
 
 
-def demand(cluster: Cluster) -> int:
-    """Placement groups that wait for a node: what an autoscaler is told."""
-    return len(get_cluster_status(cluster.address).resource_demands.placement_group_demand)
-
-
-def test_demand_is_told_a_new_node_is_used_and_an_idle_one_let_go_of(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_autoscaler_brings_a_node_for_a_job_and_takes_it_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own autoscaler, whose nodes are raylets of this machine: from a head alone back to a head alone."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("PYTHONPATH", str(toy.ROOT))
     toy.write_base(tmp_path)
-    connect(toy.cluster_spec(tmp_path, cpus_per_worker=2.0, idle_s=3.0, jobs_per_worker=1))
-    client = Client()
-    specs = [toy.named_job(tmp_path, f"job{n}", steps=3) for n in range(2)]
-    client.submit(specs)
-    toy.until(lambda: demand(cluster) > 0)
-    assert {row["state"] for row in client.status()} == {State.QUEUED}
-    assert all("waits for" in row["reason"] for row in client.status())
-    assert not client.workers()
-    cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
-    rows = client.wait([spec.name for spec in specs])
-    assert {row["state"] for row in rows} == {State.FINISHED}
-    toy.until(lambda: not client.workers() and demand(cluster) == 0)
-    toy.until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
-    client.down()
+    with private_ray.autoscaled():
+        connect(toy.cluster_spec(tmp_path, cpus_per_worker=2.0, idle_s=1.0))
+        client, spec = Client(), toy.named_job(tmp_path, "a", steps=3)
+        assert nodes() == 1
+        client.submit([spec])
+        toy.until(lambda: "waits for machines: 1 worker(s)" in client.status()[0]["reason"])
+        assert not client.workers()
+        seen = set[int]()
+        assert client.wait(["a"], lambda _: seen.add(nodes()))[0]["state"] == State.FINISHED
+        assert max(seen) == 2, "one is enough"
+        toy.until(lambda: nodes() == 1)
+        assert not client.workers()
+        assert toy.equals_alone(spec)
+        client.down()
+
+
+def nodes() -> int:
+    """That are there, the head included."""
+    return sum(node["Alive"] for node in ray.nodes())
 
 
 def test_units_are_placed_by_what_their_ranks_share(cluster: Cluster) -> None:

@@ -423,7 +423,7 @@ def test_written_aside_and_moved_where_that_can_be(cluster: Cluster, files: File
     assert specs(cluster.after_loss()) == [("a", SPEC)]
 
 
-@pytest.mark.parametrize("storage", ["gs://b/x", "gs://b/x?a=b", "gs://b?retry_limit_seconds=9", "s3://k:secret@b/x"])
+@pytest.mark.parametrize("storage", ["gs://b/x", "gs://b/x?a=b", "gs://b?retry_limit_seconds=9", "hdfs://k:secret@b/x"])
 def test_no_storage_is_tried_for_long(cluster: Cluster, files: Files, storage: str) -> None:
     """Google's client tries for 15 minutes, in which no job would start or end."""
     cluster.open(storage)
