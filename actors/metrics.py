@@ -28,7 +28,6 @@ class Metrics:
             "tick_s": Gauge("tlora_worker_tick_seconds", "Seconds of the last tick", _WORKER),
             "residents": Gauge("tlora_worker_jobs", "Jobs on a worker", _WORKER),
             "busy": Gauge("tlora_worker_busy_fraction", "Share of the time that was spent in ticks", _WORKER),
-            "tick_error": Gauge("tlora_worker_tick_error", "Mean error of foretold ticks, relative", _WORKER),
         }
         self._counters = {
             "steps": Counter("tlora_steps", "Optimizer steps taken; repeated ones count once", _JOB),
@@ -36,6 +35,7 @@ class Metrics:
             "restarts": Counter("tlora_restarts", "Times that a job lost its worker", _JOB),
             "lost_workers": Counter("tlora_lost_workers", "Workers that were lost", ("group",)),
         }
+        self._errors = Gauge("tlora_group_tick_error", "Mean error of foretold ticks, relative", ("group",))
         self._states = Gauge("tlora_jobs", "Jobs by state; queued: the queue's length", ("state",))
         self._jobs: set[Tags] = set()
         self._workers: set[Tags] = set()
@@ -63,6 +63,10 @@ class Metrics:
             here.add(tags)
             values = {**worker, "residents": len(worker["jobs"]), "busy": self._fraction(worker, before, now_s)}
             _set(self._of_workers, values, _WORKER, tags)
+            if worker["tick_error"] is not None:
+                self._errors.set(worker["tick_error"], {"group": worker["group"]})
+        for group in {group for group, _ in self._workers} - {group for group, _ in here}:
+            self._errors.set(0.0, {"group": group})
         for tags in self._workers - here:
             _set(self._of_workers, {"residents": 0, "busy": 0.0, "tick_s": 0.0}, _WORKER, tags)
         self._workers = here

@@ -98,7 +98,7 @@ class View:
             rules=Rules(
                 urgency=spec.order,
                 preempts=spec.order == "shortest",
-                fills=spec.gpus_per_worker > 0,  # processors and their memory serve others, too
+                relieves=spec.resize == "in_place",  # else all would begin anew, for the sake of some
                 quotas=spec.quotas,
             ),
             jobs_per_worker=spec.jobs_per_worker,

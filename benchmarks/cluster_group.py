@@ -44,7 +44,7 @@ SETTLED_STEPS = 8
 AFTER_STEPS = 3
 """Of each job that stays, more, before a change counts as over."""
 BATCH = 1
-"""Short steps: a worker with four such jobs is not full, and takes a fourth in whenever one is to come."""
+"""Short steps: a worker with three such jobs is not full, and takes a fourth in whenever one is to come."""
 
 
 def main() -> None:

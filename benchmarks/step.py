@@ -322,7 +322,7 @@ def profile(bench: Bench, measured: Callable[[Bench], Iterator[dict[str, object]
     """Part of what the capacity model starts from, in the place of what is there of this base."""
     made_by = {"torch": str(torch.__version__), "commit": results.commit()}
     new = [{**it, **made_by} for it in measured(bench)]
-    path, part = results.folder() / "profile.json", measured.__name__
+    path, part = results.folder() / "profile.json", {ticks: "ticks", peft: "peft"}[measured]
     kept = json.loads(path.read_text()) if path.exists() else {"gpu": torch.cuda.get_device_name()}
     kept[part] = [it for it in kept.get(part, []) if it["base"] != bench.name] + new
     path.write_text(json.dumps(kept, indent=1) + "\n")

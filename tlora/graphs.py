@@ -16,7 +16,7 @@ from tlora.packing import Batch
 
 _SIGHTS = 3
 """No shape is captured before it comes for the third time: by then it is compiled, and its products are measured. So
-much a capture costs, too, in ticks that are launched: it runs once so, and is recorded both ways."""
+much a capture is taken to cost, too, in ticks that are launched: the tick runs, is recorded, and made ready to run."""
 _MOST, _REMEMBERED = 16, 4096
 
 
@@ -39,6 +39,7 @@ class Graphs:
 
     def find(self, batch: Batch) -> "_Graph | None":
         """The graph for this batch's shape, captured when it is due; none before. The oldest of too many makes room."""
+        assert batch.rows.num_rows < self._most_rows
         key = (batch.rows.longest, batch.rows.training, *(tensor.shape for tensor in _tensors(batch)))
         if key not in self._graphs:
             if len(self._sights) == _REMEMBERED:

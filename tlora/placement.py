@@ -161,6 +161,11 @@ class Worker:
     idle_since_s: float | None = None
     """When its last job left; None while it has one."""
 
+    def largest(self) -> list[Job]:
+        """The two of its jobs that ask for the most, of those that can be moved."""
+        movable = [job for job in self.jobs.values() if job.can_move]
+        return sorted(movable, key=lambda job: (-job.claim.part, job.name))[:2]
+
 
 class Order:
     """Items by a number, lowest first."""
@@ -250,6 +255,8 @@ class Placements:
         """Jobs whose rate has changed since it was last asked."""
         self.refilled: dict[str, None] = {}
         """Workers whose ticks are dealt anew since that was last asked."""
+        self.slowed: dict[str, None] = {}
+        """Workers with jobs that are slowed beyond their bounds."""
         self._seated: dict[str, None] = {}
         """Workers of jobs that were there before, and are not dealt yet."""
         self.used: dict[str, int] = {}
@@ -273,6 +280,7 @@ class Placements:
         for job in lost:
             self.take(job, now_s)
         self._unindex(worker)
+        self.slowed.pop(name, None)
         del self.workers[name]
         return lost
 
@@ -374,12 +382,10 @@ class Placements:
         """Deal a worker's tick to its jobs."""
         self.refilled[worker.name] = None
         dealt = deal(self.pool(worker.base).model, [job.claim for job in worker.jobs.values()]) if worker.jobs else FREE
-        worker.tokens, worker.wanted, worker.tick_s, worker.speed = (
-            dealt.tokens,
-            dealt.wanted,
-            dealt.tick_s,
-            dealt.speed,
-        )
+        worker.tokens, worker.wanted, worker.tick_s, worker.speed, is_within = dealt
+        self.slowed.pop(worker.name, None)
+        if not is_within:
+            self.slowed[worker.name] = None
 
     def rate_of(self, job: Job) -> float:
         """Steps a second: the slowest of its workers, and the sum of its gradient. More than one worker: modelled."""

@@ -46,8 +46,8 @@ class Rules:
     urgency: Literal["shortest", "submitted"] = "shortest"
     is_elastic: bool = True
     """Jobs get more GPUs than they ask for when some idle, and fewer when others wait."""
-    fills: bool = True
-    """Groups grow onto machines that stand idle, where jobs crowd; else only as far as the jobs' bounds need it."""
+    relieves: bool = True
+    """Groups grow for jobs that are placed already, but slowed beyond their bounds."""
     preempts: bool = True
     """Jobs make room for far shorter ones, and wait on."""
     patience_s: float = 24 * 3600.0

@@ -1,8 +1,9 @@
-"""How many workers each group is to have: more when jobs lack a place or crowd, fewer when some idle. No torch, Ray or
-clock.
+"""How many workers each group is to have: more when jobs lack a place or are slowed beyond their bounds, fewer when
+some idle. No torch, Ray or clock.
 
 Called by `scheduling.schedule`, after jobs have been placed, where workers are not a given. Where there are not enough
-for all bases, the next worker goes to the base whose waiting jobs would gain the most joint speed by it.
+for all bases, the next worker goes to the base whose waiting jobs would gain the most joint speed by it. What was asked
+for and has not come is taken back once nobody needs it.
 """
 
 import math
@@ -15,9 +16,6 @@ from tlora.placement import Claim, Unmeasured, Worker, deal
 
 if TYPE_CHECKING:
     from tlora.scheduling import ClusterState, Plan
-
-_CROWDED = 16
-"""Workers whose jobs are asked whether they would gain by more room, of each base the fullest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +35,26 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
     """Complete a plan by what is to become of groups and workers."""
     homes = {group.base: group for group in groups.values()}
     wanted = {base for base, pool in state.pools.items() if pool.waiting.keys}
-    taken = sum(group.size * state.width_of(group.base) for group in groups.values())
+    room = state.max_workers - sum(group.size * state.width_of(group.base) for group in groups.values())
     plan.demand.update({base: _demand(state, base) for base in state.pools})
-    asks = _deal(
-        state, {base: _lacking(state, homes.get(base), base, count) for base, count in plan.demand.items()}, taken
-    )
-    idle_s = state.idle_s
+    lacking = {base: _lacking(state, homes.get(base), base, count) for base, count in plan.demand.items()}
+    idle_s, asks = state.idle_s, _allot(state, lacking, room)
+    room -= sum(asked * state.width_of(base) for base, asked in asks.items())
     for base, asked in asks.items():
-        home, count = homes.get(base), len(state.pools[base].waiting)
+        home, count, width = homes.get(base), len(state.pools[base].waiting), state.width_of(base)
         coming = home.size - len(home.workers) if home else 0
         text = _wait(home is not None, coming, asked, state.max_workers)
         if home and coming > 0 and home.size > (most := state.most_of(base)):
-            width = state.width_of(base)
             what = "worker(s)" if width == 1 else f"unit(s) of {width} workers"
             text = f"waits for machines: {home.size} {what} of its base are asked for, those here have room for {most}"
         plan.reasons.update({name: text for name in state.pools[base].waiting.keys if name not in plan.moves})
         if asked:
             _ask(plan, home, base, asked, f"{count} job(s) without a place")
-            taken += asked * state.width_of(base)
         elif count and coming <= 0:
             idle_s = 0.0  # what idles is in the way
-    if state.rules.is_elastic and not wanted and not state.num_idle:
-        _relieve(state, homes, plan, taken)
+        elif home and not count:
+            needed = 0 if wanted else _slowed(state, home)
+            room -= width * _relieve_or_recall(plan, home, coming, needed, room // width)
     for group in groups.values():
         for worker in group.workers:
             if worker.is_leaving:
@@ -66,7 +62,7 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
                 plan.reasons.update(dict.fromkeys(worker.jobs, f"its worker {worker.name[:8]} leaves"))
     busy = {worker for names in plan.places.values() for worker in names}
     leaves = dict(_spare_workers(groups, wanted, busy, now_s - idle_s))
-    emptied = {group.name for group in groups.values() if group.workers and _remaining(group, leaves) == 0}
+    emptied = {group.name for group in groups.values() if group.workers and _remaining(group, leaves, plan) == 0}
     plan.stops.update(emptied)
     plan.stops.update(_idle_groups(groups, wanted, busy, now_s - idle_s))
     for name in plan.stops:
@@ -75,7 +71,7 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
     for name, workers in leaves.items():
         if name not in plan.stops:
             plan.leaves[name] = workers
-            plan.sizes[name] = _remaining(groups[name], leaves)
+            plan.sizes[name] = _remaining(groups[name], leaves, plan)
             named = ", ".join(sorted(worker[:8] for worker in workers))
             plan.reasons[name] = f"{len(workers)} worker(s) without a job leave: {named}"
 
@@ -108,66 +104,78 @@ def _lacking(state: "ClusterState", home: Group | None, base: str, demand: int) 
     return max(demand - here, 1) - coming
 
 
-def _deal(state: "ClusterState", lacking: Mapping[str, int], taken: int) -> dict[str, int]:
-    """What each base gets of what it lacks, one worker after the other: to jobs that have waited as long as they may,
-    then by priority, then to the most joint speed for a GPU."""
+def _allot(state: "ClusterState", lacking: Mapping[str, int], room: int) -> dict[str, int]:
+    """What each base gets of the workers that it lacks, one after the other: where jobs have waited as long as they
+    may, then by priority, then by the most joint speed for a GPU. What is kept for a unit of several that is first in
+    this order nobody else gets."""
     asks = dict.fromkeys(lacking, 0)
-    room, late = state.max_workers - taken, {state.jobs[name].base for name in state.overdue}
-    gains = {base: _gains(state, base) for base, count in lacking.items() if count > 0}
-    ranks = {base: (base in late, *next(gain)) for base, gain in gains.items()}
-    while open_ones := [
-        base for base in ranks if asks[base] < lacking[base] and room >= state.width_of(base)
-    ]:  # fmt: skip
-        best = max(open_ones, key=ranks.__getitem__)
+    gains = {base: _gains(state, base) for base, count in lacking.items() if count > 0 and room > 0}
+    ranks = {base: next(gain) for base, gain in gains.items()}
+    while ranks and room > 0:
+        best = max(ranks, key=ranks.__getitem__)
+        if room < state.width_of(best):
+            if ranks[best][0]:
+                break
+            del ranks[best]
+            continue
         asks[best] += 1
         room -= state.width_of(best)
-        ranks[best] = (best in late, *next(gains[best], (0, 0.0)))
+        ranks[best] = next(gains[best], (False, 0, 0.0))
+        if asks[best] == lacking[best]:
+            del ranks[best]
     return asks
 
 
-def _gains(state: "ClusterState", base: str) -> Iterator[tuple[int, float]]:
-    """Of one more worker, then of another: the highest priority of the waiting jobs that it would take, the most urgent
-    first, and their joint speed for each of its GPUs."""
+def _gains(state: "ClusterState", base: str) -> Iterator[tuple[bool, int, float]]:
+    """Of one more worker, then of another, with the waiting jobs that it would take: whether one has waited as long as
+    it may, their highest priority, and their joint speed for each of its GPUs. Of a base that nobody has measured the
+    first worker goes before those of others, for it tells; then each counts for one job alone."""
     pool, width = state.pools[base], state.width_of(base)
-    claims: list[Claim] = []
-    filled, priority = 0.0, -math.inf
-    for _, name in pool.waiting.items:
-        job = state.jobs[name]
-        claims.append(state.claim_of(job, job.fewest))
-        filled, priority = filled + job.need, max(priority, job.priority)
-        if filled >= pool.model.budgets[-1] or len(claims) == state.jobs_per_worker:
-            yield int(priority), deal(pool.model, claims).speed / width
-            claims, filled, priority = [], 0.0, -math.inf
-    if claims:
-        yield int(priority), deal(pool.model, claims).speed / width
+    late = [name for name in state.overdue if name in pool.waiting.keys]
+    names = [*late, *(name for _, name in pool.waiting.items if name not in state.overdue)]
+    at, is_first = 0, True
+    while at < len(names):
+        claims: list[Claim] = []
+        filled, priority, is_late = 0.0, -math.inf, names[at] in state.overdue
+        while at < len(names) and len(claims) < state.jobs_per_worker:
+            job = state.jobs[names[at]]
+            if claims and filled + job.need > pool.model.budgets[-1]:
+                break
+            claims.append(state.claim_of(job, job.fewest))
+            filled, priority, at = filled + job.need, max(priority, job.priority), at + 1
+        if isinstance(pool.model, Unmeasured):
+            speed = math.inf if is_first and not any(worker.base == base for worker in state.workers.values()) else 1.0
+        else:
+            speed = deal(pool.model, claims).speed
+        yield is_late, int(priority), speed / width
+        is_first = False
 
 
-def _relieve(state: "ClusterState", homes: Mapping[str, Group], plan: "Plan", taken: int) -> None:
-    """More workers where jobs crowd, those first that would save the most time: on machines that are here already, or
-    as many as it takes to keep everybody within its bound."""
-    crowds = {base: _crowd(state, base) for base, home in homes.items() if home.size <= len(home.workers)}
-    for base in sorted(crowds, key=lambda base: (-sum(crowds[base]), base)):
-        home, width, most = homes[base], state.width_of(base), state.most_of(base)
-        free = most - ceil(taken / width) if state.rules.fills and most < math.inf else 0
-        wanted = max(free, plan.demand[base] - len(home.workers))
-        # Half of them: with these gone, the others have more room, too.
-        asked = min(ceil(len(crowds[base]) / 2), int(wanted), (state.max_workers - taken) // width)
-        if asked > 0:
-            _ask(plan, home, base, asked, f"{len(crowds[base])} job(s) would end sooner on workers of their own")
-            taken += asked * width
+def _slowed(state: "ClusterState", home: Group) -> int:
+    """Workers of a group whose jobs are slowed beyond their bounds, and that have one for which another would repay
+    itself: `Planner` has found no place for it on those that are here."""
+    model, costs, rules = state.pools[home.base].model, state.costs, state.rules
+    if not (rules.is_elastic and rules.relieves) or isinstance(model, Unmeasured):
+        return 0
+    count = 0
+    for worker in home.workers:
+        if worker.name in state.slowed and len(worker.jobs) > 1:
+            saved_s = [job.saves_s(model.fastest_s(job.load)) for job in worker.largest() if job.rate]
+            count += max(saved_s, default=-math.inf) >= rules.repay * (costs.load_s + costs.move_s)
+    return count
 
 
-def _crowd(state: "ClusterState", base: str) -> list[float]:
-    """Seconds saved of jobs for which a worker of their own would repay itself."""
-    pool, costs, saved = state.pools[base], state.costs, []
-    if isinstance(pool.model, Unmeasured):
-        return []
-    for name in pool.pressure.highest(_CROWDED):
-        jobs = [job for job in state.workers[name].jobs.values() if job.can_move and job.rate]
-        seconds = sorted((job.saves_s(pool.model.fastest_s(job.load)) for job in jobs), reverse=True)
-        repaid = [each for each in seconds if each >= state.rules.repay * (costs.load_s + costs.move_s)]
-        saved += repaid[: len(state.workers[name].jobs) - 1]
-    return saved
+def _relieve_or_recall(plan: "Plan", home: Group, coming: int, needed: int, room: int) -> int:
+    """Of a group for which nobody waits: more workers, if these are needed, or fewer of those that have not come, if
+    not. Returns how many more."""
+    more = min(needed - coming, room)
+    if more > 0:
+        _ask(plan, home, home.base, more, f"{needed} worker(s) with jobs slowed beyond bounds")
+        return more
+    if coming > needed and home.workers:
+        plan.sizes[home.name] = len(home.workers) + needed
+        plan.reasons[home.name] = f"{coming - needed} worker(s) that have not come: nobody waits for them any more"
+    return 0
 
 
 def _ask(plan: "Plan", home: Group | None, base: str, asked: int, why: str) -> None:
@@ -203,7 +211,6 @@ def _spare_workers(
             yield group.name, frozenset(gone)
 
 
-def _remaining(group: Group, leaves: Mapping[str, frozenset[str]]) -> int:
+def _remaining(group: Group, leaves: Mapping[str, frozenset[str]], plan: "Plan") -> int:
     """A group's size once these have left: those that stay, and those that are still to come."""
-    gone = len(leaves.get(group.name, ()))
-    return max(group.size, len(group.workers)) - gone
+    return plan.sizes.get(group.name, max(group.size, len(group.workers))) - len(leaves.get(group.name, ()))

@@ -84,7 +84,7 @@ class SuperModel:
         self.compiled = compiled and not deterministic and not getattr(config, "attn_logit_softcapping", None)
         self.captured = captured and self.compiled and not (checkpointing or spread) and self.device.type == "cuda"
         self.small_rows = LAYER_WORK * self.outline.num_layers // self.outline.num_parameters
-        """Of a tick, below which it is captured as a CUDA graph."""
+        """Of a tick, below which it is captured as a CUDA graph if its shape comes often."""
         if self.compiled:
             fuse_gates(model)
         wrap_layers(model, compiled=self.compiled, checkpointing=checkpointing, around=self._around if spread else None)
@@ -171,7 +171,7 @@ class SuperModel:
             return self._loss(self._hidden(batch), batch, with_gradient=False, with_wrong=with_wrong)[0]
 
     def is_small(self, num_rows: int) -> bool:
-        """Whether a tick of so many rows takes longer to launch than to compute, and is captured."""
+        """Whether a tick of so many rows takes longer to launch than to compute, and may be captured."""
         return self.captured and num_rows < self.small_rows
 
     def row_multiple(self, num_rows: int) -> int:

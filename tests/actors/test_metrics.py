@@ -51,7 +51,7 @@ def job(name: str, **values: Any) -> dict[str, Any]:
 
 
 def worker(name: str, busy_s: float) -> dict[str, Any]:
-    counts = {"ticks": 5, "tick_s": 0.5, "busy_s": busy_s, "jobs": ["a"]}
+    counts = {"ticks": 5, "tick_s": 0.5, "busy_s": busy_s, "jobs": ["a"], "tick_error": 0.25}
     return {"group": "g", "worker": name, "rank": 0, **counts}
 
 
@@ -67,11 +67,13 @@ def test_jobs_and_workers_are_published_and_those_that_have_gone_read_zero(
     assert ("tlora_job_loss", "g", "a") not in seen
     assert (seen["tlora_jobs", "queued"], seen["tlora_jobs", "running"]) == (1, 1)
     assert seen["tlora_worker_busy_fraction", "g", "0"] == 0.5
+    assert seen["tlora_group_tick_error", "g"] == 0.25
     assert not [key for key in seen if "b" in key]
     gauges.publish({State.FINISHED: 1}, [], [], {}, 104.0)
     assert seen["tlora_job_tokens_per_s", "g", "a"] == 0.0
     assert seen["tlora_job_step", "g", "a"] == 3
     assert seen["tlora_worker_jobs", "g", "0"] == 0
+    assert seen["tlora_group_tick_error", "g"] == 0.0
     assert (seen["tlora_jobs", "running"], seen["tlora_jobs", "finished"]) == (0, 1)
 
 
@@ -146,6 +148,6 @@ def test_how_far_ticks_are_off_what_was_foretold_is_published(
         worker.report = replace(worker.report, ticks=ticks, tick_tokens=rows, tick_jobs=1, tick_ranks=16, tick_s=tick_s)
         worker.say()
         Metrics().publish({}, [], desk.roster.describe_workers(), {}, desk.now_s)
-        assert (("tlora_worker_tick_error", "g", "0") in seen) == (ticks == 12), "two sizes make a model"
-    assert seen["tlora_worker_tick_error", "g", "0"] == 0.5
+        assert (("tlora_group_tick_error", "g") in seen) == (ticks == 12), "two sizes make a model"
+    assert seen["tlora_group_tick_error", "g"] == 0.5
     desk.journal.close()
