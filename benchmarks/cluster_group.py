@@ -43,8 +43,9 @@ JOB_RANKS = (8, 16, 32, 64)
 SETTLED_STEPS = 8
 AFTER_STEPS = 3
 """Of each job that stays, more, before a change counts as over."""
-BATCH = 1
-"""Short steps: a worker with three such jobs is not full, and takes a fourth in whenever one is to come."""
+BATCH, TARGETS = 1, "all-linear" if torch.cuda.is_available() else r".*q_proj"
+"""Steps that are short, and on a CPU adapters that are small beside the base: a worker with three such jobs is not
+full, and takes a fourth in whenever one is to come."""
 
 
 def main() -> None:
@@ -84,7 +85,7 @@ class Load:
 
     def __init__(self, folder: Path, ranks: int, shape: str, patience_s: float):
         self.folder, self.ranks, self.shape, self.patience_s = folder, ranks, shape, patience_s
-        specs = [job(folder, f"job{at}", rank, BATCH) for at, rank in enumerate(JOB_RANKS * ranks)]
+        specs = [job(folder, f"job{at}", rank, BATCH, TARGETS) for at, rank in enumerate(JOB_RANKS * ranks)]
         self.first, self.others = specs[: len(JOB_RANKS)], specs[len(JOB_RANKS) :]
         self.steps: dict[str, int] = {}
         """Of each job, at its end."""
@@ -121,7 +122,7 @@ class Load:
         moved = self.first[0]
         other = next(spec for spec in self.others if where[spec.name] != where[moved.name])
         stay = [spec for spec in self.specs if spec not in (moved, other)]
-        filler = job(self.folder, "filler", JOB_RANKS[0], BATCH)
+        filler = job(self.folder, "filler", JOB_RANKS[0], BATCH, TARGETS)
         self.during("detach", 0.2, [*stay, other], lambda: self.client.pause([moved.name]),
                     lambda: state(self.client, moved.name) == "paused")  # fmt: skip
         self.during("attach", 0.2, [*stay, other], lambda: self.client.submit([filler], check=False),

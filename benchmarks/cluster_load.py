@@ -112,13 +112,13 @@ def measure(folder: Path) -> None:
     say("down: six jobs saved", timed(client.down))
 
 
-def job(folder: Path, name: str, rank: int, batch: int = BATCH) -> JobSpec:
+def job(folder: Path, name: str, rank: int, batch: int = BATCH, targets: str = "all-linear") -> JobSpec:
     return parse_job(
         {
             "name": name,
             "base": {"model": str(folder / "base")},
             "data": {"path": str(folder / "rows.jsonl"), "max_length": LENGTH},
-            "adapter": {"rank": rank, "targets": "all-linear", "dropout": 0.1},
+            "adapter": {"rank": rank, "targets": targets, "dropout": 0.1},
             "batch_size": batch,
             "schedule": {"name": "constant"},  # so that any step may be the last
             "steps": 100_000,
