@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -397,6 +398,14 @@ class Roster:
             self._view.forget()
             raise
         return plan
+
+    def renew(self, lock: AbstractContextManager[object], now_s: float, draining: Collection[str] = ()) -> None:
+        """Before a plan, and without the lock, what a plan would else do with it where ticks have become known."""
+        try:
+            self._view.renew(lock, now_s, draining)
+        except Exception:
+            self._view.forget()
+            raise
 
     def forget_shares(self) -> None:
         """Workers deal their ticks evenly, until they are told otherwise."""

@@ -265,6 +265,7 @@ class Scheduler:
         if is_due := time.monotonic() - self._asked_s > _ASK_S:
             self._asked_s = time.monotonic()
             self._roster.room = self._room()
+        self._roster.renew(self._lock, time.time(), draining)
         with self._lock:
             if self._is_closed:
                 return

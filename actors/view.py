@@ -5,6 +5,7 @@ the roster says otherwise (a job that is to move is still where it was), the ros
 """
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from tlora.actors.journal import Entry
@@ -55,11 +56,10 @@ class View:
 
     def state(self, now_s: float, draining: Collection[str] = ()) -> ClusterState:
         """What `schedule` decides by; `draining`: nodes that are about to go."""
-        roster = self._roster
-        models = {base: one.model for base, one in roster.learners.items() if one.is_sure and one.model}
+        roster, models = self._roster, self._known()
         if self._state is None or models != self._models:
             self._models, self._state = models, self._fresh(models)
-            self._touched = dict.fromkeys(name for name, entry in roster.jobs.items() if not entry.state.is_terminal)
+            self._touched = self._open()
             roster.forget_shares()
         state = self._state
         state.groups = self._groups(state, now_s, draining)
@@ -69,6 +69,28 @@ class View:
         self._rank(state)
         state.settle(now_s)
         return state
+
+    def renew(self, lock: AbstractContextManager[object], now_s: float, draining: Collection[str] = ()) -> None:
+        """Make the state anew, if more is known of ticks by now: of thousands of jobs that takes long, so `lock` is not
+        held meanwhile. What others change in that time is touched, and put right by the next plan."""
+        with lock:
+            models = self._known()
+            if self._state is None or models == self._models:
+                return
+            state, names, self._touched = self._fresh(models), self._open(), {}
+            state.groups = self._groups(state, now_s, draining)
+        for name in names:
+            self._put_right(state, name, now_s)
+        with lock:
+            self._models, self._state = models, state
+            self._roster.forget_shares()
+
+    def _known(self) -> dict[str, BaseModel]:
+        """What there is to plan by."""
+        return {base: one.model for base, one in self._roster.learners.items() if one.is_sure and one.model}
+
+    def _open(self) -> dict[str, None]:
+        return dict.fromkeys(name for name, entry in self._roster.jobs.items() if not entry.state.is_terminal)
 
     def _rank(self, state: ClusterState) -> None:
         """Candidates of sweeps by what is expected of them now; also of those that wait at rungs."""

@@ -118,6 +118,60 @@ def test_the_state_that_is_kept_is_the_one_that_would_be_made_anew(seed: int) ->
     play([(str(kind), int(random.integers(100))) for kind in kinds], is_measured=seed % 3 > 0)
 
 
+class Busy:
+    """A lock; whenever it is free, and before each job is looked at, something happens to the roster."""
+
+    def __init__(self, play: Play, events: Sequence[tuple[str, int]]):
+        self.play, self.events, self.num_happened = play, list(events), 0
+
+    def happen(self) -> None:
+        if self.events:
+            self.play.event(*self.events.pop(0))
+            self.num_happened += 1
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.happen()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_state_made_anew_beside_changes_is_the_one_that_would_be_made_at_once(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(seed)
+    kinds = [kind for kind in WEIGHTS if kind != "plan"]  # by the thread that makes it
+    chances = np.array([WEIGHTS[kind] for kind in kinds]) / sum(WEIGHTS[kind] for kind in kinds)
+    events = [(str(kind), int(random.integers(100))) for kind in random.choice(kinds, 60, p=chances)]
+    play = Play(tmp_path, is_measured=False)
+    for event in [*events[:30], ("plan", 0)]:
+        play.event(*event)
+    desk, view, busy = play.desk, play.desk.roster._view, Busy(play, events[30:])
+    before = view.state(desk.now_s, play.drained)
+    desk.roster.learners[BASE] = Learner(MODEL)
+    put_right = View._put_right
+    with monkeypatch.context() as patch:
+        patch.setattr(View, "_put_right", lambda self, *rest: (busy.happen(), put_right(self, *rest)))
+        desk.roster.renew(busy, desk.now_s, play.drained)
+    assert busy.num_happened > 1
+    kept = view.state(desk.now_s, play.drained)
+    assert kept is not before
+    kept_facts = facts(kept)
+    view.forget()
+    assert kept_facts == facts(view.state(desk.now_s, play.drained))
+    desk.journal.close()
+
+
+def test_nothing_is_made_anew_without_need(tmp_path: Path) -> None:
+    play = Play(tmp_path, is_measured=True)
+    play.event("plan", 0)
+    before = play.desk.roster._view.state(play.desk.now_s)
+    play.desk.roster.renew(Busy(play, []), play.desk.now_s)
+    assert play.desk.roster._view.state(play.desk.now_s) is before
+    play.desk.journal.close()
+
+
 @pytest.mark.parametrize("part", ["touch", "_lose"])
 def test_a_change_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     monkeypatch.setattr(View, part, lambda self, *rest: None)
