@@ -41,6 +41,7 @@ _FLUSH_S = 5.0
 _AGAIN_S = 10.0
 _ASK_S = 5.0
 _CLOSE_S = 600.0
+_SWEEP_S, _QUIET_S, _NEVER = 60.0, 2.0, 1 << 30
 _LEAVE_S = 2.0
 """In which a client hears that all is closed."""
 
@@ -69,8 +70,9 @@ class Scheduler:
         self._is_closed = False
         self._metrics = Metrics()
         self._published_s = self._flushed_s = self._asked_s = self._foretold_s = 0.0
-        gc.collect()
-        gc.freeze()  # what is there by now stays: walking through it again would hold a call up for 30 ms
+        self._submitted_s = self._swept_s = time.monotonic()
+        gc.freeze()  # what is there by now stays, and is not walked through again
+        gc.set_threshold(*gc.get_threshold()[:2], _NEVER)  # but see `_sweep`
         threading.Thread(target=self._run, daemon=True, name="tlora-plan").start()
 
     # --- front doors
@@ -86,6 +88,7 @@ class Scheduler:
 
     def submit(self, specs: Sequence[dict[str, Any]]) -> list[str]:
         jobs = [parse_job(spec) for spec in specs]
+        self._submitted_s = time.monotonic()
         if taken := {job.name for job in jobs} & set(self._sweeps.names()):
             raise StateError(f"job {min(taken)}: a sweep has this name. Choose another.")
         with self._lock:
@@ -227,12 +230,20 @@ class Scheduler:
             try:
                 self._adopt()
                 self._round()
+                self._sweep()
                 if not are_driven and any(map(self._sweeps.is_open, self._sweeps.names())):
                     self._drive()  # sweeps of a cluster before this one
                 are_driven = True
             except Exception:  # of one round: the next sees the same state again
                 log.exception("a round of planning failed")
             time.sleep(_PLAN_S)
+
+    def _sweep(self) -> None:
+        """Collect garbage among thousands of jobs, which holds every thread up for 60 ms, when nobody is admitted."""
+        now_s = time.monotonic()
+        if now_s - self._swept_s > (_SWEEP_S if now_s - self._submitted_s > _QUIET_S else 10 * _SWEEP_S):
+            gc.collect()
+            self._swept_s = time.monotonic()
 
     def _adopt(self) -> None:
         """Groups that a scheduler before this one had started; one that is busy is asked again."""
