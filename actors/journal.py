@@ -116,6 +116,8 @@ class Journal:
         self._target: tuple[Any, str] | None = None
         self._pool = ThreadPoolExecutor(1, "tlora-journal")
         self._late: Future[None] | None = None
+        self._late_seq = -1
+        """Of the object that was begun last."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
         try:
@@ -203,17 +205,17 @@ class Journal:
         return entries
 
     def flush(self) -> bool:
-        """Store what is not stored, in order; True when nothing is left. A storage that is away is logged, once."""
+        """Store what is not stored, in order; True when nothing is left. A storage that is away is logged, once,
+        and not waited for again: one write is begun at a time, and the next call sees what became of it."""
         with self._lock:
             for seq, batch in self._rows("SELECT seq, batch FROM outbox ORDER BY seq"):
                 try:
-                    self._put(seq, batch)
+                    self._put(seq, batch, 0.0 if self._is_away else _PATIENCE_S)
                 except OSError as error:
                     log.log(logging.DEBUG if self._is_away else logging.WARNING, "%s It is tried again.", error)
                     self._is_away = True
                     return False
                 self._rows("DELETE FROM outbox WHERE seq = ?", seq)
-            self._is_away = False
         return True
 
     @contextmanager
@@ -303,14 +305,16 @@ class Journal:
         content: bytes = files.open_input_stream(f"{folder}/{name}").read()
         return content
 
-    def _put(self, seq: int, batch: str) -> None:
+    def _put(self, seq: int, batch: str, patience_s: float | None = None) -> None:
         """Write a new object, whole or not at all, within `_PATIENCE_S`. One that takes longer may be there later, as
-        may one that failed; until it is over, no other is begun."""
+        may one that failed; until it is over, no other is begun. One that has come since is not written again."""
         with self._storage_errors("written"):
             if self._late is not None and not self._late.done():
                 raise TimeoutError("an earlier object is still being written")
-            self._late = self._pool.submit(self._write_object, seq, batch)
-            _answer(self._late, _PATIENCE_S)
+            if self._late is None or self._late_seq != seq or self._late.exception() is not None:
+                self._late_seq, self._late = seq, self._pool.submit(self._write_object, seq, batch)
+            _answer(self._late, _PATIENCE_S if patience_s is None else patience_s)
+            self._is_away = False
 
     def _write_object(self, seq: int, batch: str) -> None:
         """Its folder is not made again: where a mount is away, that would be on the head's own disk."""

@@ -453,8 +453,8 @@ for i in range(100_000):
 KILLED = """
 put, where, act = Journal._put, *sys.argv[3:]
 journal.add([("a", {})], 1.0)
-def killed(self, seq, batch):
-    where == "before" or put(self, seq, batch)
+def killed(self, *about):
+    where == "before" or put(self, *about)
     os.kill(os.getpid(), 9)
 if where == "within":
     os.replace = lambda *paths: os.kill(os.getpid(), 9)

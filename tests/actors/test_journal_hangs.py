@@ -34,3 +34,42 @@ def test_a_storage_that_hangs_holds_nobody_up_for_long(tmp_path: Path, monkeypat
         time.sleep(0.01)
     after_loss = Journal(tmp_path / "new-head" / "journal.db", storage)
     assert states(after_loss) == expected == states(journal)
+
+
+def test_a_storage_that_refuses_slowly_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what has come meanwhile, though nobody waited, is not written again."""
+    journal = Journal(tmp_path / "head" / "journal.db", str(tmp_path / "storage"))
+    journal.add([(name, {}) for name in "ab"], 1.0)
+    may_go, is_away, write, written = threading.Event(), True, Journal._write_object, list[int]()
+
+    def slowly(self: Journal, seq: int, batch: str) -> None:
+        may_go.wait(60)
+        if is_away:
+            raise OSError("refused")
+        written.append(seq)
+        write(self, seq, batch)
+
+    monkeypatch.setattr("tlora.actors.journal._PATIENCE_S", 0.2)
+    monkeypatch.setattr(Journal, "_write_object", slowly)
+    ended = [Change("a", state) for state in (State.ATTACHING, State.RUNNING, State.FINISHED)]
+    began_s = time.monotonic()
+    journal.change(ended, 2.0)
+    assert time.monotonic() - began_s > 0.2
+    monkeypatch.setattr("tlora.actors.journal._PATIENCE_S", 60.0)
+    journal.change([Change("b", State.PAUSED)], 3.0)
+    assert not journal.flush()
+    may_go.set()
+    while not journal._late.done():  # type: ignore[union-attr]
+        time.sleep(0.01)
+    assert not journal.flush(), "refused, and begun again"
+    while not journal._late.done():  # type: ignore[union-attr]
+        time.sleep(0.01)
+    is_away = False
+    assert not journal.flush()
+    while not written:
+        time.sleep(0.01)
+    while not journal.flush():
+        time.sleep(0.01)
+    assert len(written) == len(set(written)) == 2
+    after_loss = Journal(tmp_path / "new-head" / "journal.db", str(tmp_path / "storage"))
+    assert states(after_loss) == {"a": State.FINISHED, "b": State.PAUSED} == states(journal)
