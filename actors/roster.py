@@ -46,6 +46,8 @@ class Roster:
         self.waits: dict[str, str] = {}
         """Why a job has no place."""
         self.groups: dict[str, GroupRecord] = {}
+        self.troubles: dict[str, str] = {}
+        """Why a base's group did not start, the last time."""
         self.workers: dict[str, Seen] = {}
         self.learners: dict[str, Learner] = {}
         """What is known of each base's ticks."""

@@ -15,6 +15,8 @@ def of_job(roster: "Roster", entry: Entry) -> dict[str, Any]:
     told = roster.progress.get(entry.name)
     seen = roster.workers.get(entry.place)
     waits = roster.waits.get(entry.name) if entry.state is State.QUEUED else None
+    if waits and (trouble := roster.troubles.get(roster.base_of(entry))):
+        waits += f"; its group did not start: {trouble}"
     if told and entry.place and told.attempt == entry.attempt:
         waits = told.reason
     return {

@@ -364,9 +364,11 @@ class Scheduler:
         def run() -> None:
             try:
                 group.start(self._spec, options, size)
-            except Exception:  # whatever Ray Train raises: it is tried again
+                self._roster.troubles.pop(base, None)
+            except Exception as error:  # whatever Ray Train raises: it is tried again
                 log.exception("group=%s did not start", name)
                 with self._lock:
+                    self._roster.troubles[base] = str(error).strip().rpartition("\n")[2] or type(error).__name__
                     self._roster.groups.pop(name, None)
                     self._not_before_s[base] = time.monotonic() + _AGAIN_S
             finally:

@@ -55,3 +55,17 @@ def test_decisions_are_logged_with_their_reasons_and_numbers(tmp_path: Path, cap
             "attempt=2 step=3/0",
         ]
     desk.journal.close()
+
+
+def test_a_job_says_why_the_group_that_it_waits_for_did_not_start(tmp_path: Path) -> None:
+    desk = RosterDesk(tmp_path)
+    desk.submit("a")
+    desk.roster.groups.clear()
+    desk.plan()
+    (base,) = desk.roster.learners
+    assert desk.roster.status()[0]["reason"] == "waits for a worker, asked for now"
+    desk.roster.troubles[base] = "Bucket not found"
+    assert desk.roster.status()[0]["reason"] == (
+        "waits for a worker, asked for now; its group did not start: Bucket not found"
+    )
+    desk.journal.close()
