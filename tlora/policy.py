@@ -349,6 +349,8 @@ class Planner:
             other = self.state.jobs[name]
             if other.is_overdue or not other.can_move or len(other.workers) < job.fewest:
                 continue
+            if any(worker.is_leaving for worker in other.workers):
+                continue
             other.done_by(self.now_s)
             theirs = self.state.key(other)
             pays = theirs - mine > self.rules.repay * (self.costs.move_s + self.costs.attach_s)

@@ -498,3 +498,12 @@ def test_jobs_that_quotas_hold_back_do_not_hide_one_that_could_go() -> None:
         state.submit(job, is_new=False)
     state.submit(Job("y", "left", 0.0, Load(16, 8, 2048), remaining=1e4, user="y", can_split=False), is_new=False)
     assert set(schedule(state, 1.0).places) == {"x0", "y"}
+
+
+def test_no_job_takes_the_place_of_one_whose_worker_leaves() -> None:
+    state = fresh(workers=1)
+    state.submit(Job("long", "left", 0.0, Load(16, 8, 2048), remaining=1e6, can_split=False))
+    schedule(state, 0.0)
+    state.drain(state.workers["w0"], is_leaving=True)
+    state.submit(Job("short", "left", 1.0, Load(16, 8, 2048), remaining=2e4, can_split=False))
+    assert not schedule(state, 1.0).places
