@@ -43,6 +43,12 @@ _STEP = 1.25
 _NEAR_BEST, _CHEAPEST, _DEAREST = 1.03, 1.01, 2.0
 _ENOUGH, _SURE, _BETTER = 64, 0.25, 0.02
 _TOO_NEAR = 1e-9
+_LEAST_MS, _MOST = 1e-6, 1e15
+_NUMBERS = {
+    "parameters": (0, True), "layers": (0, True), "jobs": (1, True), "rank_sum": (0, True), "tokens": (1, True),
+    "longest": (0, True), "tick_ms": (_LEAST_MS, False), "peak_bytes": (0, True),
+}  # fmt: skip
+"""Of a measured tick: the least that can be, and whether it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +250,17 @@ class Capacity:
         except OSError as error:
             raise SpecError(f"{path}: cannot be read: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError) as error:
-            text = f"{path}: want a profile, as `python -m benchmarks.step --parts profile` writes: {error!r}."
-            raise SpecError(text) from None
+            cause = str(error) if isinstance(error, SpecError) else repr(error)
+            raise SpecError(f"{path}: want a profile, as `tlora profile` writes: {cause}") from None
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Capacity":
+        if not content["ticks"]:
+            raise SpecError("no tick was measured: want at least one tick.")
+        for at, row in enumerate(content["ticks"], 1):
+            _check_row(f"tick {at}", row, _NUMBERS)
+        for at, row in enumerate(content.get("peft", ()), 1):
+            _check_row(f"PEFT step {at}", row, {"tokens": (1, True), "step_ms": (_LEAST_MS, False)})
         known = cls(str(content["gpu"]))
         memory = _memory_of(known.gpu)
         for base in dict.fromkeys(row["base"] for row in content["ticks"]):
@@ -361,6 +373,18 @@ class Learner:
 def _cell(tick: Tick) -> tuple[int, int, int]:
     rank = round(math.log2(max(tick.rank_sum / max(tick.jobs, 1), 1)))
     return round(2 * math.log2(max(tick.tokens, 1))), tick.jobs, rank
+
+
+def _check_row(where: str, row: Mapping[str, Any], numbers: Mapping[str, tuple[float, bool]]) -> None:
+    """Raise SpecError where a measured row says what cannot be."""
+    if not isinstance(row["base"], str):
+        raise SpecError(f"{where}: base: got {row['base']!r}; want a name.")
+    for key, (least, is_whole) in numbers.items():
+        value = row.get(key, 0) if key == "peak_bytes" else row[key]
+        is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= _MOST:
+            what = "a whole number" if is_whole else "a number"
+            raise SpecError(f"{where}: {key}: got {value!r}; want {what} from {least:g} to {_MOST:g}.")
 
 
 def _memory_of(gpu: str) -> float:

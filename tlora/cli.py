@@ -209,8 +209,10 @@ def simulate(
     profile: Annotated[Path, typer.Option(help="Measured ticks of a GPU: a profile.json.", show_default=False)],
     gpus: Annotated[int, typer.Option(min=1, help="Of the cluster.")] = 128,
     per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
-    load: Annotated[float, typer.Option(min=0.01, help="Of a drawn trace: offered over available GPU time.")] = 1.0,
-    days: Annotated[float, typer.Option(min=0.01, help="Of a drawn trace.")] = 7.0,
+    load: Annotated[
+        float, typer.Option(min=0.01, max=1000.0, help="Of a drawn trace: offered over available GPU time.")
+    ] = 1.0,
+    days: Annotated[float, typer.Option(min=0.01, max=1000.0, help="Of a drawn trace.")] = 7.0,
     ways: Annotated[
         list[str] | None, typer.Option("--way", help="Of scheduling; several times. Default: tlora and three others.")
     ] = None,

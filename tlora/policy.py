@@ -83,7 +83,8 @@ class Planner:
         blocked: set[str] = set()
         for name in list(self.state.overdue):
             job = self.state.jobs[name]
-            if job.base not in blocked and not self._admit(job, can_preempt=True):
+            is_out = job.base not in blocked and not self._admit(job, can_preempt=True)
+            if is_out and job.name in self.state.pool(job.base).waiting.keys:  # else its user's quota holds it back
                 blocked.add(job.base)
             if len(blocked) == len(self.state.pools):
                 break
@@ -102,8 +103,8 @@ class Planner:
                 head = next((name for name in self._heads(pool) if name not in failed), None)
                 if head is None:
                     break
-                if not self._admit(state.jobs[head], can_preempt=False):
-                    failed.add(head)
+                if not self._admit(state.jobs[head], can_preempt=False) and head in pool.waiting.keys:
+                    failed.add(head)  # else its user's quota holds it back: it is no head any more
 
     def _heads(self, pool: Pool) -> list[str]:
         """Whom to let in next, the most urgent first. But where nobody has come for half as long as all that is left
@@ -347,6 +348,8 @@ class Planner:
         for name in pool.running.highest(_TRIES):
             other = self.state.jobs[name]
             if other.is_overdue or not other.can_move or len(other.workers) < job.fewest:
+                continue
+            if any(worker.is_leaving for worker in other.workers):
                 continue
             other.done_by(self.now_s)
             theirs = self.state.key(other)

@@ -39,6 +39,7 @@ def play(
 ) -> Replay:
     """One replay. `faults` befall our scheduler only. Raises SpecError if there is no such way, or a job asks for more
     GPUs than there are."""
+    _check_way(way)
     if too_large := [job for job in jobs if job.gpus > gpus]:
         job = too_large[0]
         raise SpecError(f"job {job.name} of the trace asks for {job.gpus} GPUs; want at most the cluster's {gpus}.")
@@ -55,7 +56,12 @@ def play(
         return baselines.FifoGrouping(
             capacity, jobs, gpus, measure=measure, is_backlog=is_backlog, bound=bound, spreads=spreads
         ).run()
-    raise SpecError(f"{way}: no such way of scheduling; want one of {', '.join(WAYS)}.")
+    raise AssertionError(way)
+
+
+def _check_way(way: str) -> None:
+    if way not in WAYS:
+        raise SpecError(f"{way}: no such way of scheduling; want one of {', '.join(WAYS)}.")
 
 
 LOADS = (0.5, 0.7, 0.85, 1.0, 1.25, 1.5)
@@ -105,14 +111,20 @@ class Scene:
 
 def present(console: Any, scene: Scene, ways: Sequence[str], folder: Path, *, sweep: bool) -> None:
     """Play the ways, print the table, and write the report. `console` is rich's."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
+    for way in ways:
+        _check_way(way)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"--output {folder}: no folder can be made there: {error.strerror}.") from None
     capacity = scene.capacity()
     jobs = scene.jobs(capacity)
     full_tokens_per_s = 1.0 / min(capacity.models[job.base].token_s for job in jobs)
     replays = [_play(scene, capacity, jobs, way) for way in ways]
     rows = [report.numbers(replay, full_tokens_per_s) for replay in replays]
-    table = Table(*report.COLUMNS.values())
+    table = Table(*(Column(text, overflow="fold") for text in report.COLUMNS.values()))
     for row in rows:
         table.add_row(*report.cells(row))
     console.print(table)

@@ -43,7 +43,7 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
     for base, asked in asks.items():
         home, count, width = homes.get(base), len(state.pools[base].waiting), state.width_of(base)
         coming = home.size - len(home.workers) if home else 0
-        text = _wait(home is not None, coming, asked, state.max_workers)
+        text = _wait(home is not None, coming, asked, width, state.max_workers)
         if home and coming > 0 and home.size > (most := state.most_of(base)):
             what = "worker(s)" if width == 1 else f"unit(s) of {width} workers"
             text = f"waits for machines: {home.size} {what} of its base are asked for, those here have room for {most}"
@@ -84,11 +84,13 @@ def _demand(state: "ClusterState", base: str) -> int:
     return max(ceil(needs / pool.model.budgets[-1]), ceil(len(names) / state.jobs_per_worker))
 
 
-def _wait(has_group: bool, coming: int, asked: int, max_workers: int) -> str:
+def _wait(has_group: bool, coming: int, asked: int, width: int, max_workers: int) -> str:
     if coming > 0:
         return f"waits for {coming} worker(s) that are starting"
     if asked > 0:
         return "waits for a worker, asked for now"
+    if width > max_workers:
+        return f"its base takes {width} workers: more than the {max_workers} that the cluster may have"
     what = "every worker of its base is full" if has_group else "no worker has its base"
     return f"{what}, and all {max_workers} workers of the cluster are taken"
 
@@ -109,7 +111,8 @@ def _allot(state: "ClusterState", lacking: Mapping[str, int], room: int) -> dict
     may, then by priority, then by the most joint speed for a GPU. What is kept for a unit of several that is first in
     this order nobody else gets."""
     asks = dict.fromkeys(lacking, 0)
-    gains = {base: _gains(state, base) for base, count in lacking.items() if count > 0 and room > 0}
+    fitting = [base for base, count in lacking.items() if count > 0 and state.width_of(base) <= state.max_workers]
+    gains = {base: _gains(state, base) for base in fitting if room > 0}
     ranks = {base: next(gain) for base, gain in gains.items()}
     while ranks and room > 0:
         best = max(ranks, key=ranks.__getitem__)

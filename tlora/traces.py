@@ -18,6 +18,9 @@ RANKS, BATCHES, LENGTHS = (2, 4, 8, 16), (1, 2, 4, 8), (512, 1024, 2048)
 NOISE = 0.3
 """The scheduler's estimate of a job's length is off by at most so much, evenly drawn."""
 DAY_S = 86400.0
+_IN_VAIN = 10_000
+_MOST = 1e12
+"""Seconds or GPUs beyond which a trace is not one: clocks would not tell steps apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,13 @@ def read_trace(path: Path, *, most_s: float = DAY_S) -> Arrivals:
     columns = table[["submit_s", "duration_s", "num_gpus"]]
     numbers = columns.apply(pandas.to_numeric, errors="coerce")
     bad = numbers.isna().any(axis=1) | (numbers["duration_s"] <= 0) | (numbers["num_gpus"] < 1)
+    bad |= (numbers["submit_s"] < 0) | (numbers["num_gpus"] % 1 != 0) | (numbers.abs() > _MOST).any(axis=1)
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
-        raise SpecError(f"{path}: row {row + 2}: got {dict(columns.iloc[row])}; want numbers above 0.")
+        got = ", ".join(f"{name} {value}" for name, value in columns.iloc[row].items())
+        raise SpecError(f"{path}: row {row + 2}: got {got}; want numbers above 0 (submit_s: or 0), and whole GPUs.")
+    if table.empty:
+        raise SpecError(f"{path}: no job; want at least one.")
     numbers = numbers.sort_values("submit_s", kind="stable")
     return Arrivals(
         list(map(float, numbers["submit_s"])),
@@ -82,20 +89,38 @@ def acme_arrivals(
     (24 h) than allowed are drawn again."""
     try:
         table: dict[str, Any] = json.loads(path.read_text())
-        counts, durations = table["gpu_num"][cluster], table["duration_s"][cluster]
-    except (OSError, ValueError, KeyError) as error:
+        counts, durations = _points(table["gpu_num"][cluster]), _points(table["duration_s"][cluster])
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise SpecError(f"{path}: want JSON with gpu_num and duration_s of {cluster}: {error!r}.") from None
     random = np.random.default_rng([seed, 1])
     window_s = days * DAY_S
     wanted, offered = load * gpus * window_s, 0.0
     drawn: list[tuple[int, float]] = []
+    in_vain = 0
     while offered < wanted:
         count, duration_s = _draw_count(counts, random), _draw_duration(durations, random)
-        if count <= most_gpus and duration_s <= DAY_S:
+        if 1 <= count <= most_gpus and duration_s <= DAY_S:
             drawn.append((count, duration_s))
             offered += count * duration_s
+            in_vain = 0
+        elif (in_vain := in_vain + 1) > _IN_VAIN:
+            raise SpecError(
+                f"{path}: want jobs of {cluster} of 1 to {most_gpus} GPUs and at most 24 h: there are none."
+            )
     times = np.sort(random.uniform(0.0, window_s, len(drawn)))  # of a Poisson process, given how many there are
     return Arrivals(list(map(float, times)), [count for count, _ in drawn], [seconds for _, seconds in drawn])
+
+
+def _points(cdf: Any) -> list[tuple[float, float]]:
+    """Values and the percent of jobs at or below each. Raises ValueError if they are none."""
+    points = [(float(value), float(share)) for value, share in cdf]
+    values, shares = zip(*points, strict=True)  # raises ValueError if there is none
+    rise = values == tuple(sorted(values)) and shares == tuple(sorted(shares))
+    if not (rise and values[0] > 0 and values[-1] <= _MOST and shares[0] >= 0 and 0 < shares[-1] <= 100.1):
+        raise ValueError("want values above 0 and percents, both rising")
+    return points
 
 
 def _draw_count(cdf: Sequence[Sequence[float]], random: np.random.Generator) -> int:

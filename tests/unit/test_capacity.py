@@ -144,6 +144,24 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SpecError, match="want a profile"):
             Capacity.load(path)
+    for key, value in [
+        ("base", 5), ("tick_ms", -1.0), ("tick_ms", 0), ("tick_ms", math.nan), ("tick_ms", math.inf), ("tick_ms", "1"),
+        ("tick_ms", 1e300), ("tokens", 0), ("tokens", 1.5), ("jobs", 0), ("longest", -1), ("parameters", -1),
+        ("peak_bytes", -1),
+    ]:  # fmt: skip
+        content = made_up.content()
+        content["ticks"][1][key] = value
+        path.write_text(json.dumps(content))
+        with pytest.raises(SpecError, match=rf"tick 2: {key}: got .*; want"):
+            Capacity.load(path)
+    path.write_text(json.dumps(made_up.content() | {"ticks": []}))
+    with pytest.raises(SpecError, match="want at least one tick"):
+        Capacity.load(path)
+    content = made_up.content()
+    content["peft"][0]["step_ms"] = math.nan
+    path.write_text(json.dumps(content))
+    with pytest.raises(SpecError, match="PEFT step 1: step_ms: got nan"):
+        Capacity.load(path)
     assert math.isinf(Capacity.of(made_up.content() | {"gpu": "another"}).models["left"].memory_bytes)
 
 

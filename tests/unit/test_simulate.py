@@ -197,6 +197,13 @@ def test_traces_are_read_and_refused(tmp_path: Path) -> None:
     path.write_text("submit_s,duration_s,num_gpus\n1,10,1\n2,-3,1\n")
     with pytest.raises(SpecError, match=r"row 3: .* want numbers above 0"):
         read_trace(path)
+    for row in ("inf,10,1", "1,inf,1", "1,10,inf", "1,10,1.5", "-5,10,1", "1e300,10,1"):
+        path.write_text(f"submit_s,duration_s,num_gpus\n1,10,1\n{row}\n")
+        with pytest.raises(SpecError, match=r"row 3: got submit_s .*; want"):
+            read_trace(path)
+    path.write_text("submit_s,duration_s,num_gpus\n")
+    with pytest.raises(SpecError, match="no job; want at least one"):
+        read_trace(path)
     with pytest.raises(SpecError, match=r"job j000000 of the trace asks for 8 GPUs; want at most the cluster's 4"):
         play("fcfs", CAPACITY, [TraceJob("j000000", 0.0, 8, 1.0, "left", Load(2, 1, 512), 1.0)], 4)
 
@@ -215,6 +222,23 @@ def test_drawn_arrivals_have_the_load_and_the_shares_that_were_asked_for(tmp_pat
     assert drawn == acme_arrivals(path, load=0.8, gpus=16, days=2.0, seed=1)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        [], {"gpu_num": {"Seren": "x"}}, {"gpu_num": {"Seren": []}}, {"gpu_num": {"Seren": [[0, 100]]}},
+        {"gpu_num": {"Seren": [[-1, 100]]}}, {"gpu_num": {"Seren": [[16, 100]]}}, {"gpu_num": {"Seren": [[1, 0]]}},
+        {"gpu_num": {"Seren": [[1, 60], [2, 50]]}}, {"duration_s": {"Seren": [[-1, 100]]}},
+        {"duration_s": {"Seren": [[1e6, 100], [2e6, 100]]}}, {"duration_s": {"Seren": [[float("nan"), 100]]}},
+    ],
+)  # fmt: skip
+def test_distributions_from_which_no_job_can_be_drawn_are_refused(tmp_path: Path, content: object) -> None:
+    cdf = {"gpu_num": {"Seren": [[1, 100]]}, "duration_s": {"Seren": [[100, 50], [1000, 100]]}}
+    path = tmp_path / "cdf.json"
+    path.write_text(json.dumps(cdf | content if isinstance(content, dict) else content))
+    with pytest.raises(SpecError, match=r"cdf\.json: want"):
+        acme_arrivals(path, load=0.1, gpus=16, days=0.1, seed=1)
+
+
 def test_the_command_writes_a_report(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text(json.dumps(made_up.content()))
     rows = "".join(f"{60 * n},{500 + 10 * n},{1 + n % 2}\n" for n in range(30))
@@ -231,3 +255,8 @@ def test_the_command_writes_a_report(tmp_path: Path) -> None:
     bad = CliRunner().invoke(app, [*arguments, "--way", "magic"])
     assert isinstance(bad.exception, SpecError)
     assert "magic: no such way of scheduling" in str(bad.exception)
+    bad = CliRunner().invoke(app, [*arguments, "--way", "tlora", "--way", "magic"])
+    assert not bad.output, "nothing is played before all is known to be right"
+    bad = CliRunner().invoke(app, [*arguments, "--output", f"{tmp_path}/trace.csv"])
+    assert isinstance(bad.exception, SpecError)
+    assert not bad.output

@@ -128,13 +128,13 @@ def test_priority_and_then_long_waits_go_before_joint_speed() -> None:
 
 
 def test_what_is_kept_for_a_late_unit_of_several_nobody_else_gets() -> None:
-    for is_late, wanted in ((True, {}), (False, {"left": 2})):
-        cluster = Cluster(max_workers=2, widths={"right": 4})
+    for is_late, wanted in ((True, {}), (False, {"left": 4})):
+        cluster = Cluster(*small("left", 1), max_workers=4, widths={"right": 4})
         (wide,) = large("right", 1, priority=1)
-        cluster.submit(wide, *large("left", 8))
+        cluster.submit(wide, *large("left", 8, bound=1.05))
         if is_late:
             cluster.state.deadlines.put(wide.name, 0.5)
-        assert cluster.plan().starts == wanted
+        assert cluster.plan().sizes == wanted
 
 
 def crowd(count: int = 8, **changes: object) -> list[Job]:
@@ -224,3 +224,12 @@ def test_a_job_that_waited_and_is_gone_takes_its_worker_back() -> None:
 
 def test_gains_are_finite_where_a_model_is() -> None:
     assert math.isfinite(MODELS["left"].token_s)
+
+
+def test_a_base_whose_unit_is_larger_than_the_cluster_keeps_nothing_from_others() -> None:
+    """Even where its jobs have waited as long as they may."""
+    cluster = Cluster(max_workers=2, widths={"right": 3}, rules=Rules(patience_s=10.0, patience_lone=0.0))
+    cluster.submit(*small("right", 1, priority=1), *small("left", 1))
+    plan = cluster.plan(20.0)
+    assert plan.starts == {"left": 1}
+    assert "3 workers" in plan.reasons["s-right-0"]
