@@ -146,7 +146,7 @@ class View:
                 worker = Worker(name, report.node, base, group=report.group)
                 state.come(worker)
                 self._touched.update(dict.fromkeys(roster.jobs_at(name)))
-            if worker.is_leaving != any(node in draining for node, _ in report.processes):
+            if worker.is_leaving != (name in state.closing or any(node in draining for node, _ in report.processes)):
                 state.drain(worker, is_leaving=not worker.is_leaving)
             seen.idle_since_s = None if roster.jobs_at(name) else (seen.idle_since_s or now_s)
             worker.idle_since_s = seen.idle_since_s

@@ -132,6 +132,8 @@ class ClusterState(Placements):
         """When a job was submitted last."""
         self.gathers_for, self.gathers_until_s = "", -math.inf
         """The base for which a worker of another one is being freed, and until when that is waited for."""
+        self.closing: set[str] = set()
+        """Workers that leave, saved, so that a job of another base that has waited as long as it may has one."""
         self.deadlines = Order()
         """Jobs by when they have waited as long as they may."""
         self.overdue: dict[str, None] = {}

@@ -55,6 +55,7 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
         elif home and not count:
             needed = 0 if wanted else _slowed(state, home)
             room -= width * _relieve_or_recall(plan, home, coming, needed, room // width)
+    _close(state, homes, room)
     for group in groups.values():
         for worker in group.workers:
             if worker.is_leaving:
@@ -166,6 +167,30 @@ def _slowed(state: "ClusterState", home: Group) -> int:
             saved_s = [job.saves_s(model.fastest_s(job.load)) for job in worker.largest() if job.rate]
             count += max(saved_s, default=-math.inf) >= rules.repay * (costs.load_s + costs.move_s)
     return count
+
+
+def _close(state: "ClusterState", homes: Mapping[str, Group], room: int) -> None:
+    """Have a worker of another base leave, its jobs saved, where one has waited as long as it may and its base has no
+    worker, nor room for one: the emptiest whose jobs can all move and have not waited so long themselves."""
+    state.closing &= state.workers.keys()
+    freed = sum(state.width_of(state.workers[name].base) for name in state.closing)
+    for name in state.overdue:
+        base = state.jobs[name].base
+        if name not in state.pools[base].waiting.keys or base in homes:
+            continue
+        if room + freed >= state.width_of(base) or state.width_of(base) > state.max_workers:
+            return
+        others = [
+            worker
+            for home in homes.values()
+            for worker in home.workers
+            if not worker.is_leaving and all(job.can_move and not job.is_overdue for job in worker.jobs.values())
+        ]
+        if others:
+            worker = min(others, key=lambda worker: (len(worker.jobs), worker.name))
+            state.closing.add(worker.name)
+            state.drain(worker, is_leaving=True)
+        return
 
 
 def _relieve_or_recall(plan: "Plan", home: Group, coming: int, needed: int, room: int) -> int:

@@ -233,3 +233,33 @@ def test_a_base_whose_unit_is_larger_than_the_cluster_keeps_nothing_from_others(
     plan = cluster.plan(20.0)
     assert plan.starts == {"left": 1}
     assert "3 workers" in plan.reasons["s-right-0"]
+
+
+def test_a_job_that_has_waited_too_long_gets_a_worker_of_another_base() -> None:
+    """Whose jobs wait in its place, saved, and never leave one free by themselves."""
+    cluster = Cluster(*crowd(2, bound=100.0), max_workers=1, machines=1)
+    (late,) = large("right", 1, remaining=3.0)
+    cluster.submit(late)
+    seen: list[str] = []
+    for round_ in range(12):
+        plan = cluster.plan(30.0)
+        if round_ == 2:
+            assert not seen, "not before its time"
+            cluster.state.deadlines.put(late.name, 0.5)
+        for name in plan.moves:
+            seen.append(name)
+            one = cluster.state.jobs[name]
+            cluster.state.free(one, cluster.now_s)
+            cluster.state.end(name, cluster.now_s)
+            cluster.submit(replace(one, workers=(), rate=0.0))
+        cluster.come()
+        if late.workers:
+            break
+    assert sorted(seen) == ["l-left-0", "l-left-1"]
+    assert late.workers
+    assert late.workers[0].base == "right"
+    cluster.state.end(late.name, cluster.now_s)
+    for _ in range(6):
+        cluster.plan(30.0)
+        cluster.come()
+    assert any(cluster.state.jobs[name].workers for name in seen), "it goes back after that"
