@@ -306,8 +306,9 @@ class Journal:
         return content
 
     def _put(self, seq: int, batch: str, patience_s: float | None = None) -> None:
-        """Write a new object, whole or not at all, within `_PATIENCE_S`. One that takes longer may be there later, as
-        may one that failed; until it is over, no other is begun. One that has come since is not written again."""
+        """Write a new object, whole or not at all, within so long (`_PATIENCE_S`). One that takes longer may be there
+        later, as may one that failed; until it is over, no other is begun. If it was the last to be begun and has come
+        since, it is not written again."""
         with self._storage_errors("written"):
             if self._late is not None and not self._late.done():
                 raise TimeoutError("an earlier object is still being written")

@@ -406,7 +406,8 @@ class Roster:
         try:
             self._view.renew(lock, now_s, draining)
         except Exception:
-            self._view.forget()
+            with lock:
+                self._view.forget()
             raise
 
     def forget_shares(self) -> None:

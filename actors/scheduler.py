@@ -241,7 +241,8 @@ class Scheduler:
             time.sleep(_PLAN_S)
 
     def _sweep(self) -> None:
-        """Collect garbage among thousands of jobs, which holds every thread up for 60 ms, when nobody is admitted."""
+        """Collect garbage among thousands of jobs, which holds every thread up for 60 ms: when nobody is admitted, or
+        at last in spite of that."""
         now_s = time.monotonic()
         if now_s - self._swept_s > (_SWEEP_S if now_s - self._submitted_s > _QUIET_S else 10 * _SWEEP_S):
             gc.collect()

@@ -32,6 +32,8 @@ class View:
         self._roster = roster
         self._state: ClusterState | None = None
         self._models: dict[str, BaseModel] = {}
+        self._is_new = False
+        """No plan has been made by this state yet."""
         self._touched: dict[str, None] = {}
         self._ranked: set[str] = set()
         """Candidates of sweeps, as of the last plan."""
@@ -58,8 +60,10 @@ class View:
         """What `schedule` decides by; `draining`: nodes that are about to go."""
         roster, models = self._roster, self._known()
         if self._state is None or models != self._models:
-            self._models, self._state = models, self._fresh(models)
+            self._models, self._state, self._is_new = models, self._fresh(models), True
             self._touched = self._open()
+        if self._is_new:
+            self._is_new = False
             roster.forget_shares()
         state = self._state
         state.groups = self._groups(state, now_s, draining)
@@ -77,13 +81,13 @@ class View:
             models = self._known()
             if self._state is None or models == self._models:
                 return
-            state, names, self._touched = self._fresh(models), self._open(), {}
+            state = self._fresh(models)
             state.groups = self._groups(state, now_s, draining)
+            names, self._touched = self._open(), {}
         for name in names:
             self._put_right(state, name, now_s)
         with lock:
-            self._models, self._state = models, state
-            self._roster.forget_shares()
+            self._models, self._state, self._is_new = models, state, True
 
     def _known(self) -> dict[str, BaseModel]:
         """What there is to plan by."""
@@ -114,21 +118,19 @@ class View:
         return foretold.sweep, *foretold.steps(told.step if told else 0, entry.spec["batch_size"])
 
     def _fresh(self, models: dict[str, BaseModel]) -> ClusterState:
-        spec = self._roster.spec
-        return ClusterState(
+        spec, before = self._roster.spec, self._state
+        state = ClusterState(
             models,
-            rules=Rules(
-                urgency=spec.order,
-                preempts=spec.order == "shortest",
-                relieves=spec.resize == "in_place",  # else all would begin anew, for the sake of some
-                quotas=spec.quotas,
-            ),
+            rules=Rules(urgency=spec.order, preempts=spec.order == "shortest", quotas=spec.quotas),
             jobs_per_worker=spec.jobs_per_worker,
             max_workers=spec.max_workers,
             idle_s=spec.idle_s,
             width_of=lambda base: self._roster.plan_of(base).ranks,
             most_of=self._roster.most_units,
         )
+        if before is not None:
+            state.gathers_for, state.gathers_until_s = before.gathers_for, before.gathers_until_s
+        return state
 
     def _groups(self, state: ClusterState, now_s: float, draining: Collection[str]) -> dict[str, Group]:
         """With their workers: those that have come or gone, or changed, are put right in the state."""
@@ -146,7 +148,7 @@ class View:
                 worker = Worker(name, report.node, base, group=report.group)
                 state.come(worker)
                 self._touched.update(dict.fromkeys(roster.jobs_at(name)))
-            if worker.is_leaving != (name in state.closing or any(node in draining for node, _ in report.processes)):
+            if worker.is_leaving != any(node in draining for node, _ in report.processes):
                 state.drain(worker, is_leaving=not worker.is_leaving)
             seen.idle_since_s = None if roster.jobs_at(name) else (seen.idle_since_s or now_s)
             worker.idle_since_s = seen.idle_since_s

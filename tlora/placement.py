@@ -255,8 +255,6 @@ class Placements:
         """Jobs whose rate has changed since it was last asked."""
         self.refilled: dict[str, None] = {}
         """Workers whose ticks are dealt anew since that was last asked."""
-        self.slowed: dict[str, None] = {}
-        """Workers with jobs that are slowed beyond their bounds."""
         self._seated: dict[str, None] = {}
         """Workers of jobs that were there before, and are not dealt yet."""
         self.used: dict[str, int] = {}
@@ -280,7 +278,6 @@ class Placements:
         for job in lost:
             self.take(job, now_s)
         self._unindex(worker)
-        self.slowed.pop(name, None)
         del self.workers[name]
         return lost
 
@@ -382,10 +379,7 @@ class Placements:
         """Deal a worker's tick to its jobs."""
         self.refilled[worker.name] = None
         dealt = deal(self.pool(worker.base).model, [job.claim for job in worker.jobs.values()]) if worker.jobs else FREE
-        worker.tokens, worker.wanted, worker.tick_s, worker.speed, is_within = dealt
-        self.slowed.pop(worker.name, None)
-        if not is_within:
-            self.slowed[worker.name] = None
+        worker.tokens, worker.wanted, worker.tick_s, worker.speed, _ = dealt
 
     def rate_of(self, job: Job) -> float:
         """Steps a second: the slowest of its workers, and the sum of its gradient. More than one worker: modelled."""

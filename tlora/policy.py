@@ -44,10 +44,6 @@ class Planner:
         if state.freed:
             self._fill_up(blocked)
             state.freed.clear()
-        if self.rules.is_elastic and self.rules.relieves:
-            for name in list(state.slowed):
-                while name in state.slowed and self._ease(state.workers[name]):
-                    pass
         if self.rules.is_elastic and state.num_idle and not self._someone_waits():
             self._spread()
         for name in state.changed:
@@ -406,25 +402,7 @@ class Planner:
         self.made.moves.discard(job.name)
         self.made.reasons[job.name] = reason
 
-    # --- jobs that are placed already
-
-    def _ease(self, worker: Worker) -> bool:
-        """Move a job of a worker where some are slowed beyond their bounds, as they may be once more is known of its
-        ticks: to where nobody is, else to an idle one, if that repays itself."""
-        state, pool = self.state, self.state.pool(worker.base)
-        if isinstance(pool.model, Unmeasured) or len(worker.jobs) < 2:
-            return False
-        for job in worker.largest():
-            if len(job.workers) > 1:
-                continue
-            others = [state.workers[name] for name in pool.pressure.lowest(_TRIES) if name != worker.name]
-            home = next((other for other in others if self._joint(job, other, pool, 1)), None)
-            if home is None and job.saves_s(pool.model.fastest_s(job.load)) >= self.rules.repay * self.costs.move_s:
-                home = next(iter(self._idle(job.base, 1)), None)
-            if home is not None:
-                self._resize(job, (home,), f"some are slowed beyond their bounds on worker {worker.name[:8]}")
-                return True
-        return False
+    # --- when nobody waits
 
     def _spread(self) -> None:
         """Use idle workers: jobs of crowded workers move there, large ones are split over more."""

@@ -46,8 +46,6 @@ class Rules:
     urgency: Literal["shortest", "submitted"] = "shortest"
     is_elastic: bool = True
     """Jobs get more GPUs than they ask for when some idle, and fewer when others wait."""
-    relieves: bool = True
-    """Groups grow for jobs that are placed already, but slowed beyond their bounds."""
     preempts: bool = True
     """Jobs make room for far shorter ones, and wait on."""
     patience_s: float = 24 * 3600.0
@@ -132,8 +130,6 @@ class ClusterState(Placements):
         """When a job was submitted last."""
         self.gathers_for, self.gathers_until_s = "", -math.inf
         """The base for which a worker of another one is being freed, and until when that is waited for."""
-        self.closing: set[str] = set()
-        """Workers that leave, saved, so that a job of another base that has waited as long as it may has one."""
         self.deadlines = Order()
         """Jobs by when they have waited as long as they may."""
         self.overdue: dict[str, None] = {}

@@ -1,9 +1,7 @@
-"""How many workers each group is to have: more when jobs lack a place or are slowed beyond their bounds, fewer when
-some idle. No torch, Ray or clock.
+"""How many workers each group is to have: more when jobs lack a place, fewer when some idle. No torch, Ray or clock.
 
 Called by `scheduling.schedule`, after jobs have been placed, where workers are not a given. Where there are not enough
-for all bases, the next worker goes to the base whose waiting jobs would gain the most joint speed by it. What was asked
-for and has not come is taken back once nobody needs it.
+for all bases, the next worker goes to the base whose waiting jobs would gain the most joint speed by it.
 """
 
 import math
@@ -38,9 +36,8 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
     room = state.max_workers - sum(group.size * state.width_of(group.base) for group in groups.values())
     plan.demand.update({base: _demand(state, base) for base in state.pools})
     lacking = {base: _lacking(state, homes.get(base), base, count) for base, count in plan.demand.items()}
-    idle_s, asks = state.idle_s, _allot(state, lacking, room)
-    room -= sum(asked * state.width_of(base) for base, asked in asks.items())
-    for base, asked in asks.items():
+    idle_s = state.idle_s
+    for base, asked in _allot(state, lacking, room).items():
         home, count, width = homes.get(base), len(state.pools[base].waiting), state.width_of(base)
         coming = home.size - len(home.workers) if home else 0
         text = _wait(home is not None, coming, asked, width, state.max_workers)
@@ -50,12 +47,8 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
         plan.reasons.update({name: text for name in state.pools[base].waiting.keys if name not in plan.moves})
         if asked:
             _ask(plan, home, base, asked, f"{count} job(s) without a place")
-        elif count and coming <= 0:
+        elif count and coming <= 0 and width <= state.max_workers:
             idle_s = 0.0  # what idles is in the way
-        elif home and not count:
-            needed = 0 if wanted else _slowed(state, home)
-            room -= width * _relieve_or_recall(plan, home, coming, needed, room // width)
-    _close(state, homes, room)
     for group in groups.values():
         for worker in group.workers:
             if worker.is_leaving:
@@ -118,26 +111,27 @@ def _allot(state: "ClusterState", lacking: Mapping[str, int], room: int) -> dict
     while ranks and room > 0:
         best = max(ranks, key=ranks.__getitem__)
         if room < state.width_of(best):
-            if ranks[best][0]:
+            own = sum(group.size for group in (state.groups or {}).values() if group.base == best)
+            if ranks[best][0] and (own + 1) * state.width_of(best) <= state.max_workers:
                 break
             del ranks[best]
             continue
         asks[best] += 1
         room -= state.width_of(best)
-        ranks[best] = next(gains[best], (False, 0, 0.0))
+        ranks[best] = next(gains[best], (False, -math.inf, 0.0))
         if asks[best] == lacking[best]:
             del ranks[best]
     return asks
 
 
-def _gains(state: "ClusterState", base: str) -> Iterator[tuple[bool, int, float]]:
+def _gains(state: "ClusterState", base: str) -> Iterator[tuple[bool, float, float]]:
     """Of one more worker, then of another, with the waiting jobs that it would take: whether one has waited as long as
     it may, their highest priority, and their joint speed for each of its GPUs. Of a base that nobody has measured the
     first worker goes before those of others, for it tells; then each counts for one job alone."""
     pool, width = state.pools[base], state.width_of(base)
     late = [name for name in state.overdue if name in pool.waiting.keys]
     names = [*late, *(name for _, name in pool.waiting.items if name not in state.overdue)]
-    at, is_first = 0, True
+    at, is_first = 0, all(group.base != base for group in (state.groups or {}).values())
     while at < len(names):
         claims: list[Claim] = []
         filled, priority, is_late = 0.0, -math.inf, names[at] in state.overdue
@@ -148,62 +142,11 @@ def _gains(state: "ClusterState", base: str) -> Iterator[tuple[bool, int, float]
             claims.append(state.claim_of(job, job.fewest))
             filled, priority, at = filled + job.need, max(priority, job.priority), at + 1
         if isinstance(pool.model, Unmeasured):
-            speed = math.inf if is_first and not any(worker.base == base for worker in state.workers.values()) else 1.0
+            speed = math.inf if is_first else 1.0
         else:
             speed = deal(pool.model, claims).speed
-        yield is_late, int(priority), speed / width
+        yield is_late, priority, speed / width
         is_first = False
-
-
-def _slowed(state: "ClusterState", home: Group) -> int:
-    """Workers of a group whose jobs are slowed beyond their bounds, and that have one for which another would repay
-    itself: `Planner` has found no place for it on those that are here."""
-    model, costs, rules = state.pools[home.base].model, state.costs, state.rules
-    if not (rules.is_elastic and rules.relieves) or isinstance(model, Unmeasured):
-        return 0
-    count = 0
-    for worker in home.workers:
-        if worker.name in state.slowed and len(worker.jobs) > 1:
-            saved_s = [job.saves_s(model.fastest_s(job.load)) for job in worker.largest() if job.rate]
-            count += max(saved_s, default=-math.inf) >= rules.repay * (costs.load_s + costs.move_s)
-    return count
-
-
-def _close(state: "ClusterState", homes: Mapping[str, Group], room: int) -> None:
-    """Have a worker of another base leave, its jobs saved, where one has waited as long as it may and its base has no
-    worker, nor room for one: the emptiest whose jobs can all move and have not waited so long themselves."""
-    state.closing &= state.workers.keys()
-    freed = sum(state.width_of(state.workers[name].base) for name in state.closing)
-    for name in state.overdue:
-        base = state.jobs[name].base
-        if name not in state.pools[base].waiting.keys or base in homes:
-            continue
-        if room + freed >= state.width_of(base) or state.width_of(base) > state.max_workers:
-            return
-        others = [
-            worker
-            for home in homes.values()
-            for worker in home.workers
-            if not worker.is_leaving and all(job.can_move and not job.is_overdue for job in worker.jobs.values())
-        ]
-        if others:
-            worker = min(others, key=lambda worker: (len(worker.jobs), worker.name))
-            state.closing.add(worker.name)
-            state.drain(worker, is_leaving=True)
-        return
-
-
-def _relieve_or_recall(plan: "Plan", home: Group, coming: int, needed: int, room: int) -> int:
-    """Of a group for which nobody waits: more workers, if these are needed, or fewer of those that have not come, if
-    not. Returns how many more."""
-    more = min(needed - coming, room)
-    if more > 0:
-        _ask(plan, home, home.base, more, f"{needed} worker(s) with jobs slowed beyond bounds")
-        return more
-    if coming > needed and home.workers:
-        plan.sizes[home.name] = len(home.workers) + needed
-        plan.reasons[home.name] = f"{coming - needed} worker(s) that have not come: nobody waits for them any more"
-    return 0
 
 
 def _ask(plan: "Plan", home: Group | None, base: str, asked: int, why: str) -> None:

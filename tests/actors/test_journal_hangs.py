@@ -65,7 +65,9 @@ def test_a_storage_that_refuses_slowly_is_waited_for_once(tmp_path: Path, monkey
     while not journal._late.done():  # type: ignore[union-attr]
         time.sleep(0.01)
     is_away = False
+    may_go.clear()
     assert not journal.flush()
+    may_go.set()
     while not written:
         time.sleep(0.01)
     while not journal.flush():

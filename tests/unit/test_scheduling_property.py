@@ -475,35 +475,3 @@ def test_a_job_that_makes_room_says_for_whom_in_a_cluster_too() -> None:
         plan = schedule(state, 1.0)
     assert plan.moves == {"long"}
     assert plan.reasons["long"].startswith("makes room for short")
-
-
-def test_a_job_that_its_users_quota_holds_back_keeps_nobody_else_waiting() -> None:
-    """However long it has waited."""
-    state = fresh(Rules(quotas={"x": 1}, patience_s=10.0, patience_lone=0.0), workers=1)
-    for name in ("first", "held"):
-        state.submit(Job(name, "left", 0.0, Load(16, 8, 2048), remaining=1e6, user="x", can_split=False))
-        schedule(state, 1.0)
-    assert schedule(state, 100.0).reasons["held"].startswith("waits for the quota")
-    state.submit(Job("other", "left", 101.0, Load(16, 8, 2048), remaining=1e6, user="y", can_split=False))
-    schedule(state, 101.0)
-    state.come(Worker("w1", "n"))
-    assert schedule(state, 102.0).places == {"other": ("w1",)}
-
-
-def test_jobs_that_quotas_hold_back_do_not_hide_one_that_could_go() -> None:
-    """In a state made anew: all wait there, and none has been looked at."""
-    state = fresh(Rules(quotas={"x": 1}), workers=2)
-    for at in range(9):
-        job = Job(f"x{at}", "left", 0.0, Load(16, 8, 2048), remaining=1e3, user="x", can_split=False)
-        state.submit(job, is_new=False)
-    state.submit(Job("y", "left", 0.0, Load(16, 8, 2048), remaining=1e4, user="y", can_split=False), is_new=False)
-    assert set(schedule(state, 1.0).places) == {"x0", "y"}
-
-
-def test_no_job_takes_the_place_of_one_whose_worker_leaves() -> None:
-    state = fresh(workers=1)
-    state.submit(Job("long", "left", 0.0, Load(16, 8, 2048), remaining=1e6, can_split=False))
-    schedule(state, 0.0)
-    state.drain(state.workers["w0"], is_leaving=True)
-    state.submit(Job("short", "left", 1.0, Load(16, 8, 2048), remaining=2e4, can_split=False))
-    assert not schedule(state, 1.0).places
