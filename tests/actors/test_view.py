@@ -178,3 +178,28 @@ def test_a_change_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch, par
     events = [("submit", 0), ("plan", 0), ("say", 0), ("say", 0), ("plan", 0), ("replace", 0), ("submit", 1)]
     with pytest.raises((AssertionError, KeyError)):
         play(events, is_measured=True)
+
+
+def test_one_job_at_a_time_leaves_a_crowded_worker(tmp_path: Path) -> None:
+    """Until it has, plans are made with it still there."""
+    desk = RosterDesk(tmp_path)
+    desk.submit()
+    long = {"steps": 100_000, "batch_size": 8, "data": {"path": "d", "max_length": 2048}}
+    desk.roster.submit([spec_of(name, **long) for name in "ab"], desk.now_s)
+    worker = FakeWorker(desk, "w")
+    worker.say()
+    desk.plan()
+    for _ in range(2):
+        worker.say()
+    assert desk.states() == {"a": "running", "b": "running"}
+    idle = FakeWorker(desk, "v", rank=1)
+    idle.say()
+    desk.roster.learners[BASE] = Learner(MODEL)
+    for _ in range(3):
+        desk.plan()
+        assert [entry.wish for entry in desk.roster.jobs.values()] in (["moved", ""], ["", "moved"])
+    for _ in range(2):
+        worker.say()
+    desk.plan()
+    assert len(worker.say().jobs) == len(idle.say().jobs) == 1
+    desk.journal.close()
