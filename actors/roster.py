@@ -394,6 +394,8 @@ class Roster:
     def plan(self, now_s: float, draining: Collection[str] = ()) -> Plan:
         """What is to change now, places and moves taken down; `draining`: nodes that are about to go."""
         try:
+            arrivals = self._view.arrivals(draining)
+            self._change(arrivals, now_s, dict.fromkeys([each.name for each in arrivals], "comes as planned"))
             plan = schedule(self._view.state(now_s, draining), now_s)
             self.take_places(plan, now_s)
         except Exception:
@@ -402,13 +404,8 @@ class Roster:
         return plan
 
     def renew(self, lock: AbstractContextManager[object], now_s: float, draining: Collection[str] = ()) -> None:
-        """Before a plan, and without the lock, what a plan would else do with it where ticks have become known."""
-        try:
-            self._view.renew(lock, now_s, draining)
-        except Exception:
-            with lock:
-                self._view.forget()
-            raise
+        """Before a plan, without the lock: what one would do with it where ticks have become known."""
+        self._view.renew(lock, now_s, draining)
 
     def forget_shares(self) -> None:
         """Workers deal their ticks evenly, until they are told otherwise."""
@@ -426,6 +423,7 @@ class Roster:
             for name, worker in places.items()
         ]
         leaving = [*plan.moves, *(name for name in plan.places if name not in places)]
+        self._view.send({name: plan.places.get(name, ("",))[0] for name in leaving})
         changes += [
             Change(name, wish="moved") for name in leaving if self.jobs[name].place and not self.jobs[name].wish
         ]

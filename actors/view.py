@@ -1,14 +1,15 @@
 """What scheduling sees of a roster, kept from plan to plan: what an event touched is put right. No Ray, no torch.
 
-Owned by the roster, which says what has changed. A plan leaves the state as it will be once it is carried out; where
-the roster says otherwise (a job that is to move is still where it was), the roster is right.
+Owned by the roster, which says what has changed. A plan leaves the state as it will be once it is carried out, which
+takes a while: a job that goes from one worker to another is there for the next plans, one that is to leave for none is
+still where it was. Else, where the roster says otherwise, the roster is right.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from tlora.actors.journal import Entry
+from tlora.actors.journal import Change, Entry
 from tlora.actors.messages import JobReport
 from tlora.capacity import BaseModel, Load
 from tlora.job import State
@@ -35,6 +36,8 @@ class View:
         self._is_new = False
         """No plan has been made by this state yet."""
         self._touched: dict[str, None] = {}
+        self._bound: dict[str, str] = {}
+        """Jobs that leave a worker for another, and that one: for plans they are there already."""
         self._ranked: set[str] = set()
         """Candidates of sweeps, as of the last plan."""
 
@@ -45,6 +48,25 @@ class View:
     def forget(self) -> None:
         """The next state is made anew."""
         self._state = None
+
+    def send(self, places: Mapping[str, str]) -> None:
+        """Jobs are to leave their workers, each for another; or for none, if that is empty."""
+        self._bound |= places
+
+    def arrivals(self, draining: Collection[str]) -> list[Change]:
+        """Jobs that have left, saved, and now have their places. Whatever has changed meanwhile (its user wants
+        something else, the other worker is lost or leaves) goes before that."""
+        roster, changes = self._roster, []
+        for name, place in list(self._bound.items()):
+            entry, seen = roster.jobs[name], roster.workers.get(place)
+            is_there = seen is not None and not any(node in draining for node, _ in seen.report.processes)
+            if is_there and entry.wish == "moved":
+                continue
+            del self._bound[name]
+            self.touch(name)
+            if is_there and entry.state is State.QUEUED and len(roster.jobs_at(place)) < roster.spec.jobs_per_worker:
+                changes.append(Change(name, state=State.ATTACHING, place=place, attempt=entry.attempt + 1, reason=""))
+        return changes
 
     def progress(self, entry: Entry, told: JobReport, now_s: float) -> None:
         """What a worker says of a job that runs there."""
@@ -84,6 +106,7 @@ class View:
             state = self._fresh(models)
             state.groups = self._groups(state, now_s, draining)
             names, self._touched = self._open(), {}
+            self._state = None  # if this fails, the plan makes one
         for name in names:
             self._put_right(state, name, now_s)
         with lock:
@@ -167,7 +190,7 @@ class View:
 
     def _put_right(self, state: ClusterState, name: str, now_s: float) -> None:
         entry, job = self._roster.jobs[name], state.jobs.get(name)
-        worker = state.workers.get(entry.place)
+        worker = state.workers.get(self._bound.get(name, "") or entry.place)
         is_open = worker is not None or entry.state is State.QUEUED
         new = self._job(entry) if is_open else None
         if job is not None:

@@ -421,8 +421,6 @@ class Planner:
     def _relieve(self, worker: Worker, pool: Pool) -> bool:
         """Give the jobs of a worker more room, if that repays itself."""
         model = pool.model
-        if self.state.groups is not None and not all(job.can_move for job in worker.jobs.values()):
-            return False  # one may be on its way: with it gone, the others have more room
         for job in worker.largest():
             count = len(job.workers)
             keep: tuple[Worker, ...] = ()

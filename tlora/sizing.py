@@ -171,7 +171,11 @@ def _spare_workers(
 ) -> Iterator[tuple[str, frozenset[str]]]:
     """Workers without jobs that are leaving, or have been idle since `before_s` while others of their group are not."""
     for group in groups.values():
-        gone = {worker.name for worker in group.workers if worker.is_leaving and not worker.jobs}
+        gone = {
+            worker.name
+            for worker in group.workers
+            if worker.is_leaving and not worker.jobs and worker.idle_since_s is not None  # else one is on its way yet
+        }
         if group.base not in wanted and group.idle_since_s is None:
             gone |= {
                 worker.name

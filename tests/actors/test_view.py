@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,26 +181,93 @@ def test_a_change_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch, par
         play(events, is_measured=True)
 
 
-def test_one_job_at_a_time_leaves_a_crowded_worker(tmp_path: Path) -> None:
-    """Until it has, plans are made with it still there."""
-    desk = RosterDesk(tmp_path)
-    desk.submit()
-    long = {"steps": 100_000, "batch_size": 8, "data": {"path": "d", "max_length": 2048}}
-    desk.roster.submit([spec_of(name, **long) for name in "ab"], desk.now_s)
-    worker = FakeWorker(desk, "w")
-    worker.say()
-    desk.plan()
-    for _ in range(2):
-        worker.say()
-    assert desk.states() == {"a": "running", "b": "running"}
-    idle = FakeWorker(desk, "v", rank=1)
-    idle.say()
-    desk.roster.learners[BASE] = Learner(MODEL)
-    for _ in range(3):
+LONG = {"steps": 100_000, "batch_size": 8, "data": {"path": "d", "max_length": 2048}}
+SMALL = {"steps": 100_000, "batch_size": 1, "data": {"path": "d", "max_length": 64}}
+
+
+class Pair:
+    """Two jobs of a base that turns out to be known, and two workers of its group."""
+
+    def __init__(self, folder: Path, *, are_together: bool, **changes: Any):
+        self.desk = desk = RosterDesk(folder)
+        desk.roster.spec = desk.spec.model_copy(update={"max_workers": 2})
+        desk.submit()
+        desk.roster.submit([spec_of(name, **changes) for name in "ab"], desk.now_s)
+        self.one, self.other = FakeWorker(desk, "w"), FakeWorker(desk, "v", rank=1)
+        if not are_together:
+            self.other.say()
+        self.one.say()
         desk.plan()
-        assert [entry.wish for entry in desk.roster.jobs.values()] in (["moved", ""], ["", "moved"])
+        self.other.say()
+        self.say()
+        desk.roster.learners[BASE] = Learner(MODEL)
+
+    def say(self) -> None:
+        """What they have; then that they have done what they were told."""
+        for worker in (self.one, self.other) * 2:
+            worker.say()
+
+    def places(self) -> dict[str, str]:
+        return {name: entry.place for name, entry in self.desk.roster.jobs.items()}
+
+    def leaving(self) -> list[str]:
+        return [name for name, entry in self.desk.roster.jobs.items() if entry.wish == "moved"]
+
+
+def test_one_job_leaves_a_crowded_worker_and_goes_where_it_was_to(tmp_path: Path) -> None:
+    """For the plans that are made meanwhile it is there."""
+    pair = Pair(tmp_path, are_together=True, **LONG)
+    assert set(pair.places().values()) == {"w"}
+    for _ in range(3):
+        pair.desk.plan()
+        (name,) = pair.leaving()
+        assert [worker.name for worker in pair.desk.roster._view.state(pair.desk.now_s).jobs[name].workers] == ["v"]
+    pair.say()
+    assert pair.places()[name] == ""
+    pair.desk.plan()
+    assert pair.places()[name] == "v"
+    pair.say()
+    assert pair.desk.states() == {"a": "running", "b": "running"}
+    pair.desk.journal.close()
+
+
+@pytest.mark.parametrize("meanwhile", ["its user pauses it", "the other worker is lost", "the other worker leaves"])
+def test_what_happens_on_the_way_goes_before_where_a_job_was_to(tmp_path: Path, meanwhile: str) -> None:
+    pair = Pair(tmp_path, are_together=True, **LONG)
+    pair.desk.plan()
+    (name,) = pair.leaving()
+    draining: set[str] = set()
+    if meanwhile == "its user pauses it":
+        pair.desk.roster.pause([name], pair.desk.now_s)
+    elif meanwhile == "the other worker is lost":
+        pair.desk.roster._lose("v", "gone", pair.desk.now_s)
+    else:
+        pair.other.report = replace(pair.other.report, node="elsewhere")
+        pair.other.say()
+        draining = {"elsewhere"}
     for _ in range(2):
-        worker.say()
-    desk.plan()
-    assert len(worker.say().jobs) == len(idle.say().jobs) == 1
-    desk.journal.close()
+        pair.one.say()
+    pair.desk.roster.plan(pair.desk.now_s, draining)
+    assert pair.places()[name] != "v"
+    assert pair.desk.states()[name] == ("paused" if meanwhile == "its user pauses it" else "queued")
+    pair.desk.journal.close()
+
+
+def test_jobs_that_gather_leave_their_worker_to_the_base_that_waits(tmp_path: Path) -> None:
+    """It would be theirs again, if they did not go where they were to."""
+    pair = Pair(tmp_path, are_together=False, **SMALL)
+    assert sorted(pair.places().values()) == ["v", "w"]
+    pair.desk.roster.submit([spec_of("r", base={"model": "other"}, **SMALL)], pair.desk.now_s)
+    started: dict[str, int] = {}
+    for _ in range(10):
+        plan = pair.desk.roster.plan(pair.desk.now_s)
+        started |= plan.starts
+        for group, workers in plan.leaves.items():
+            pair.desk.roster.groups[group].size = plan.sizes[group]
+            for worker in workers:
+                assert not pair.desk.roster.jobs_at(worker)
+                pair.desk.roster.dismiss(worker)
+        pair.say()
+    assert list(started.values()) == [1]
+    assert len({place for name, place in pair.places().items() if name != "r"}) == 1
+    pair.desk.journal.close()

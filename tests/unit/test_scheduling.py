@@ -137,9 +137,11 @@ def test_a_leaving_worker_gives_up_its_jobs_and_then_goes() -> None:
     assert plan.places == {"b": ("v",)}
     assert set(plan.moves) == {"a"}
     assert not plan.leaves
-    empty = schedule(state(worker("u", leaving=True), worker("v")), 0.0)
+    empty = schedule(state(worker("u", leaving=True, idle_since_s=0.0), worker("v")), 0.0)
     assert empty.leaves == {"g": {"u"}}
     assert empty.sizes == {"g": 1}
+    saving = schedule(state(worker("u", leaving=True), worker("v")), 0.0)
+    assert not saving.leaves, "a job that goes elsewhere has not left it yet"
 
 
 def test_an_idle_worker_goes_while_the_others_work() -> None:
@@ -153,7 +155,7 @@ def test_an_idle_worker_goes_while_the_others_work() -> None:
 
 
 def test_a_group_whose_workers_all_leave_ends() -> None:
-    plan = schedule(state(worker("u", leaving=True)), 0.0)
+    plan = schedule(state(worker("u", leaving=True, idle_since_s=0.0)), 0.0)
     assert plan.stops == {"g"}
     assert not plan.leaves
     assert not plan.sizes
@@ -161,7 +163,7 @@ def test_a_group_whose_workers_all_leave_ends() -> None:
 
 def test_a_worker_too_many_does_not_end_the_others() -> None:
     """One was replaced while it was let go, so that more are there than were asked for."""
-    plan = schedule(state(worker("u", "a"), worker("v", leaving=True), size=1), 0.0)
+    plan = schedule(state(worker("u", "a"), worker("v", leaving=True, idle_since_s=0.0), size=1), 0.0)
     assert plan.leaves == {"g": {"v"}}
     assert plan.sizes == {"g": 1}
     assert not plan.stops
