@@ -75,8 +75,6 @@ NOTHING = Claim(0.0, "", 0.0, 0.0, 0, 0.0, 0.0)
 UNIT = Load(rank=1, batch=1, length=1)
 """Of a job about which nothing is known."""
 _ROUNDING = 1.0 + 1e-9
-_FASTER = 0.9
-"""Step time elsewhere over that here, from where on a job is not moved for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,11 +125,6 @@ class Job:
             self.remaining = max(self.remaining - self.rate * (now_s - self.since_s), 0.0)
         self.since_s = max(self.since_s, now_s)
 
-    def saves_s(self, step_s: float) -> float:
-        """How much sooner it would end with such steps; −∞ where they are hardly shorter."""
-        before_s = 1.0 / self.rate
-        return self.remaining * (before_s - step_s) if step_s <= _FASTER * before_s else -math.inf
-
     @property
     def slowdown(self) -> float:
         return 1.0 / (self.rate * self.alone_s) if self.rate else math.inf
@@ -160,11 +153,6 @@ class Worker:
     group: str = ""
     idle_since_s: float | None = None
     """When its last job left; None while it has one."""
-
-    def largest(self) -> list[Job]:
-        """The two of its jobs that ask for the most, of those that can be moved."""
-        movable = [job for job in self.jobs.values() if job.can_move]
-        return sorted(movable, key=lambda job: (-job.claim.part, job.name))[:2]
 
 
 class Order:

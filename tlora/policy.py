@@ -20,6 +20,8 @@ _WORTH = 1.01
 """Joint over apart, from where on a merge counts as a gain."""
 _GATHERS_S = 60.0
 """In which the jobs of a worker that is freed have left it; no other is freed meanwhile."""
+_FASTER = 0.9
+"""Step time on more workers over that before, below which a job gets them."""
 
 
 class Planner:
@@ -421,7 +423,8 @@ class Planner:
     def _relieve(self, worker: Worker, pool: Pool) -> bool:
         """Give the jobs of a worker more room, if that repays itself."""
         model = pool.model
-        for job in worker.largest():
+        movable = [job for job in worker.jobs.values() if job.can_move]
+        for job in sorted(movable, key=lambda job: (-job.claim.part, job.name))[:2]:
             count = len(job.workers)
             keep: tuple[Worker, ...] = ()
             if count == 1 and len(worker.jobs) > 1:
@@ -436,7 +439,7 @@ class Planner:
             cost_s += self.costs.load_s if base != job.base else 0.0
             job.done_by(self.now_s)
             before_s, after_s = 1.0 / job.rate, model.fastest_s(job.load, len(keep) + more)
-            if job.saves_s(after_s) < self.rules.repay * cost_s:
+            if job.remaining * (before_s - after_s) < self.rules.repay * cost_s or after_s > _FASTER * before_s:
                 continue
             new = self._idle(base, more)
             self._load(new, job.base)
