@@ -25,6 +25,7 @@ _WARM = 2
 def seconds_in_turn(specs: Sequence[JobSpec], data: JobData, device: torch.device, most_steps: int) -> float:
     """Of all configurations to their ends: the mean of up to `most_steps` steps of each, times its steps."""
     model = AutoModelForCausalLM.from_pretrained(specs[0].base.model, dtype=dtype_of(specs[0].base, device)).to(device)
+    model.config.use_cache = False  # of keys and values, as Trainer has it
     total_s = 0.0
     for spec in specs:
         adapter = spec.adapter

@@ -83,8 +83,10 @@ def main() -> None:
         for task in args.tasks:
             name, _, file = task.partition("=")
             sequences = read(Path(file), tokenizer, args.max_length)
-            cases = [measure(args, name, sequences, seed, Path(folder) / name) for seed in range(args.seeds)]
-            report(args, name, cases)
+            cases = []
+            for seed in range(args.seeds):
+                cases.append(measure(args, name, sequences, seed, Path(folder) / name))
+                report(args, name, cases)
 
 
 def read(file: Path, tokenizer: Any, max_length: int) -> list[TokenSequence]:
@@ -255,10 +257,9 @@ def first(curves: Mapping[str, Curve], most: int) -> str:
 
 
 def report(args: argparse.Namespace, task: str, cases: Sequence[Mapping[str, Any]]) -> None:
-    """Print and keep a task's rows; ratios of test losses are picked / best."""
-    for case in cases:
-        shown = {key: f"{value:.4f}" if isinstance(value, float) else value for key, value in case.items()}
-        print("  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+    """Print the last case and keep a task's rows so far; ratios of test losses are picked / best."""
+    shown = {key: f"{value:.4f}" if isinstance(value, float) else value for key, value in cases[-1].items()}
+    print("  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
     is_gpu = torch.device(args.device).type == "cuda"
     gpu = torch.cuda.get_device_name() if is_gpu else "cpu"
     shape = f"{args.configurations} configurations, {len(cases)} seeds, {args.rows} rows"
