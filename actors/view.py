@@ -38,6 +38,8 @@ class View:
         self._touched: dict[str, None] = {}
         self._bound: dict[str, str] = {}
         """Jobs that leave a worker for another, and that one: for plans they are there already."""
+        self._yielding: set[str] = set()
+        """Workers that leave for another base's sake, by whatever state that was planned."""
         self._ranked: set[str] = set()
         """Candidates of sweeps, as of the last plan."""
 
@@ -151,6 +153,7 @@ class View:
             width_of=lambda base: self._roster.plan_of(base).ranks,
             most_of=self._roster.most_units,
         )
+        state.yielding = self._yielding
         if before is not None:
             state.gathers_for, state.gathers_until_s = before.gathers_for, before.gathers_until_s
         return state
@@ -158,6 +161,7 @@ class View:
     def _groups(self, state: ClusterState, now_s: float, draining: Collection[str]) -> dict[str, Group]:
         """With their workers: those that have come or gone, or changed, are put right in the state."""
         roster = self._roster
+        self._yielding.intersection_update(roster.workers)
         for name in state.workers.keys() - roster.workers.keys():
             self._lose(state, name, now_s)
         mine: dict[str, list[Worker]] = {name: [] for name in roster.groups}
@@ -171,8 +175,9 @@ class View:
                 worker = Worker(name, report.node, base, group=report.group)
                 state.come(worker)
                 self._touched.update(dict.fromkeys(roster.jobs_at(name)))
-            if worker.is_leaving != any(node in draining for node, _ in report.processes):
-                state.drain(worker, is_leaving=not worker.is_leaving)
+            is_leaving = name in self._yielding or any(node in draining for node, _ in report.processes)
+            if worker.is_leaving != is_leaving:
+                state.drain(worker, is_leaving=is_leaving)
             seen.idle_since_s = None if roster.jobs_at(name) else (seen.idle_since_s or now_s)
             worker.idle_since_s = seen.idle_since_s
             if group is not None:

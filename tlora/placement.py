@@ -116,14 +116,19 @@ class Job:
     """Steps a second."""
     since_s: float = 0.0
     """From when on it goes at that rate."""
-    is_overdue: bool = False
-    """Has waited as long as it may: goes before all others, and is not taken off again."""
+    late_s: float = math.inf
+    """When it had waited as long as it may: then it goes before all others, the first of them first, and is not taken
+    off again for any that came after it."""
 
     def done_by(self, now_s: float) -> None:
         """Count the steps taken until now."""
         if self.rate and now_s > self.since_s:
             self.remaining = max(self.remaining - self.rate * (now_s - self.since_s), 0.0)
         self.since_s = max(self.since_s, now_s)
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.late_s < math.inf
 
     @property
     def slowdown(self) -> float:

@@ -67,8 +67,8 @@ class Planner:
         """Jobs that have waited as long as they may go before all others, in the order of their deadlines."""
         state = self.state
         for name in list(state.deadlines.below(self.now_s))[::-1]:
+            state.jobs[name].late_s = state.deadlines.keys[name]
             state.deadlines.drop(name)
-            state.jobs[name].is_overdue = True
             if not state.jobs[name].workers:
                 state.overdue[name] = None
 
@@ -159,6 +159,8 @@ class Planner:
             return True
         if self.rules.shares and self._gather(job):
             return bool(job.workers)
+        if job.is_overdue and self._take_over(job):
+            return True
         if isinstance(pool.model, Unmeasured):
             return False
         if self.rules.is_elastic and self._reclaim(job, pool):
@@ -355,15 +357,7 @@ class Planner:
             if not job.is_overdue and not (theirs > self.rules.preempt_factor * mine and pays):
                 continue
             freed = other.workers
-            for worker in freed:  # until it is saved
-                worker.ready_s = max(worker.ready_s, self.now_s + self.costs.move_s)
-            self.made.moves.add(name)
-            self.made.places.pop(name, None)
-            pool.running.drop(name)
-            pool.stretched.drop(name)
-            self.state.free(other, self.now_s)
-            pool.wait(other, theirs)
-            self.made.reasons[name] = f"makes room for {job.name}, which has less to go; waits, saved"
+            self._send_away(other, job, "which has less to go")
             if self._take_idle(job, job.fewest, [job.base]):
                 return True
             chosen = [worker for worker in freed if self._joint(job, worker, pool, job.fewest)][: job.fewest]
@@ -371,6 +365,53 @@ class Planner:
                 self._put(job, chosen, f"takes the place of {name}, which has longer to go")
                 return True
         return False
+
+    def _take_over(self, job: Job) -> bool:
+        """For a job that has waited as long as it may, and whose base has no worker: those of other bases that lose the
+        least, and where nobody had waited so long before it. In a cluster of groups they leave first, and it waits."""
+        state = self.state
+        if state.groups is not None and (state.yielding or self._comes_to(job.base)):
+            return False
+        staying = [worker for worker in state.workers.values() if not worker.is_leaving]
+        if any(worker.base == job.base for worker in staying):
+            return False
+        giving = [
+            worker
+            for worker in staying
+            if all(other.can_move and other.late_s > job.late_s for other in worker.jobs.values())
+        ]
+        chosen = sorted(giving, key=lambda worker: (worker.speed, worker.name))[: job.fewest]
+        if len(chosen) < job.fewest:
+            return False
+        if state.groups is not None:
+            for worker in chosen:
+                state.drain(worker, is_leaving=True)
+                state.yielding.add(worker.name)
+            return False
+        for other in {other.name: other for worker in chosen for other in worker.jobs.values()}.values():
+            other.done_by(self.now_s)
+            self._send_away(other, job, "which has waited as long as it may")
+        begin_s = max(worker.ready_s for worker in chosen)
+        self._load(chosen, job.base)
+        for worker in chosen:
+            worker.ready_s = max(worker.ready_s, begin_s + self.costs.load_s)
+        self._put(job, chosen, "has waited as long as it may: worker(s) of another base, base loaded")
+        return True
+
+    def _send_away(self, job: Job, other: Job, why: str) -> None:
+        """It makes room for another, and waits, saved."""
+        state, pool, key = self.state, self.state.pool(job.base), self.state.key(job)
+        for worker in job.workers:  # until it is saved
+            worker.ready_s = max(worker.ready_s, self.now_s + self.costs.move_s)
+        self.made.moves.add(job.name)
+        self.made.places.pop(job.name, None)
+        pool.running.drop(job.name)
+        pool.stretched.drop(job.name)
+        state.free(job, self.now_s)
+        pool.wait(job, key)
+        if job.is_overdue:
+            state.overdue[job.name] = None
+        self.made.reasons[job.name] = f"makes room for {other.name}, {why}; waits, saved"
 
     def _put(self, job: Job, workers: list[Worker], reason: str) -> None:
         state, pool = self.state, self.state.pool(job.base)

@@ -53,7 +53,9 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
         for worker in group.workers:
             if worker.is_leaving:
                 plan.moves.update(worker.jobs)
-                plan.reasons.update(dict.fromkeys(worker.jobs, f"its worker {worker.name[:8]} leaves"))
+                why = ": another base has none, and a job that has waited as long as it may"
+                text = f"its worker {worker.name[:8]} leaves{why if worker.name in state.yielding else ''}"
+                plan.reasons.update(dict.fromkeys(worker.jobs, text))
     busy = {worker for names in plan.places.values() for worker in names}
     leaves = dict(_spare_workers(groups, wanted, busy, now_s - idle_s))
     emptied = {group.name for group in groups.values() if group.workers and _remaining(group, leaves, plan) == 0}

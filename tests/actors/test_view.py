@@ -253,6 +253,38 @@ def test_what_happens_on_the_way_goes_before_where_a_job_was_to(tmp_path: Path, 
     pair.desk.journal.close()
 
 
+def test_a_worker_goes_to_a_base_without_one_whose_job_has_waited_as_long_as_it_may(tmp_path: Path) -> None:
+    """One, while jobs of its own base wait for it, and whatever is planned meanwhile, by a state made anew too."""
+    pair = Pair(tmp_path, are_together=False, **LONG)
+    desk, roster = pair.desk, pair.desk.roster
+    roster.submit([spec_of("late", base={"model": "other"}, **SMALL)], desk.now_s - 30 * 86400.0)
+    roster.submit([spec_of(f"more{at}", **LONG) for at in range(4)], desk.now_s)
+    roster.plan(desk.now_s)
+    (gone,) = pair.leaving()
+    (left,), places = {"a", "b"} - {gone}, pair.places()
+    roster.cancel([left], desk.now_s)
+    for _ in range(2):
+        (pair.one if places[left] == "w" else pair.other).say()
+    started: dict[str, int] = {}
+    for _ in range(8):
+        roster._view._models = {}  # as if more were known now
+        plan = roster.plan(desk.now_s)
+        started |= plan.starts
+        for base, size in plan.starts.items():
+            roster.groups["h"] = GroupRecord("h", base, size, desk.now_s)
+        for group, workers in plan.leaves.items():
+            roster.groups[group].size = plan.sizes[group]
+            for worker in workers:
+                assert not roster.jobs_at(worker)
+                roster.dismiss(worker)
+        pair.say()
+    assert started == {base_key(roster.jobs["late"].spec["base"]): 1}
+    assert list(roster.workers) == [places[left]]
+    assert roster.groups["g"].size == 1
+    assert sum(map(bool, pair.places().values())) == 1, "one of those that wait has the worker that stays"
+    desk.journal.close()
+
+
 def test_jobs_that_gather_leave_their_worker_to_the_base_that_waits(tmp_path: Path) -> None:
     """It would be theirs again, if they did not go where they were to."""
     pair = Pair(tmp_path, are_together=False, **SMALL)

@@ -184,10 +184,10 @@ def test_the_same_state_gives_the_same_plan(events: list[tuple[str, object]]) ->
     assert schedule(other, play.now_s) == schedule(play.state, play.now_s)
 
 
-def flood(state: ClusterState, *, days: float, name: str) -> float:
+def flood(state: ClusterState, *, days: float, name: str, base: str = "left") -> float:
     """Short jobs come half as fast again as they can run; when does the long one begin?"""
     random, now_s, count = np.random.default_rng(0), 0.0, 0
-    state.submit(Job(name, "left", 0.0, Load(16, 8, 2048), remaining=86400.0))
+    state.submit(Job(name, base, 0.0, Load(16, 8, 2048), remaining=86400.0))
     while now_s < days * 86400.0:
         if state.jobs[name].workers:
             return now_s
@@ -202,6 +202,16 @@ def flood(state: ClusterState, *, days: float, name: str) -> float:
     return np.inf
 
 
+def longest_wait_s(state: ClusterState, name: str) -> float:
+    """Of the long job of a flood."""
+    rules = state.rules
+    limit_s = rules.patience_s + rules.patience_lone * 86400.0 * state.jobs[name].alone_s
+    num_before = (limit_s - rules.patience_s) / 100.0
+    short_s = 600.0 * CAPACITY.models["left"].alone_s(Load(16, 8, 1024)) + 50.0  # until the next plan
+    work_s = num_before * short_s / len(state.workers)
+    return max(limit_s, work_s)
+
+
 def test_nobody_starves() -> None:
     """A wait is bounded: by a job's patience, then by the work of those whose patience ended before its own."""
     rules = Rules(patience_s=7200.0, patience_lone=0.1)
@@ -210,10 +220,22 @@ def test_nobody_starves() -> None:
         state.submit(Job(f"first{at}", "left", 0.0, Load(16, 8, 1024), remaining=600.0))
     schedule(state, 0.0)
     waited_s = flood(state, days=3.0, name="long")
-    limit_s = rules.patience_s + rules.patience_lone * 86400.0 * state.jobs["long"].alone_s
-    num_before = (limit_s - rules.patience_s) / 100.0
-    work_s = num_before * 600.0 * CAPACITY.models["left"].alone_s(Load(16, 8, 1024)) / len(state.workers)
-    assert 3600.0 < waited_s <= max(limit_s, work_s) + 3600.0
+    assert 3600.0 < waited_s <= longest_wait_s(state, "long") + 3600.0
+
+
+@pytest.mark.parametrize("urgency", ["shortest", "submitted"])
+def test_nobody_starves_for_want_of_a_worker_of_its_base(urgency: str) -> None:
+    """It takes one over, from jobs that are saved, and wait on."""
+    rules = Rules(patience_s=7200.0, patience_lone=0.1, urgency=urgency, preempts=urgency == "shortest")
+    state = fresh(rules, workers=2)
+    for at in range(4):
+        state.submit(Job(f"first{at}", "left", 0.0, Load(16, 8, 1024), remaining=600.0))
+    schedule(state, 0.0)
+    waited_s = flood(state, days=1.0, name="other", base="right")
+    assert 3600.0 < waited_s <= longest_wait_s(state, "other") + 3600.0
+    (worker,) = state.jobs["other"].workers
+    assert worker.base == "right"
+    assert sorted({each.base for each in state.workers.values()}) == ["left", "right"]
 
 
 def test_without_ageing_it_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
