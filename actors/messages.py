@@ -26,6 +26,8 @@ class JobReport:
     eval_loss: float | None = None
     lanes: tuple[int, ...] = ()
     """Of its unit, on which it lies."""
+    save_s: float = 0.0
+    """That its last save took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +123,8 @@ class WorkerOptions:
     mark: str | None = None
     """File that is there unless the storage is away."""
     device: str | None = None
+
+    def next_save_s(self, took_s: float) -> float:
+        """From the beginning of a save that took so long to that of the next, which is there before more than
+        `save_every_s` of work could be lost; not before half of that, where files take longer."""
+        return max(self.save_every_s - took_s, self.save_every_s / 2.0)

@@ -345,7 +345,7 @@ class Worker:
         self._note(tick.ended)
         now_s = time.monotonic()
         for name, job in list(trainer.jobs.items()):
-            if job.is_settled and now_s - self._saved_s[name] >= self.options.save_every_s:
+            if job.is_settled and now_s - self._saved_s[name] >= self.options.next_save_s(job.save_s):
                 self._saved_s[name] = now_s
                 trainer.save(name)
         self._note(trainer.take_ended())
@@ -439,6 +439,7 @@ def describe(job: ResidentJob, attempt: int, lanes: tuple[int, ...] = ()) -> Job
         _finite(job.loss),
         _finite(job.eval_loss),
         lanes,
+        job.save_s,
     )
 
 

@@ -59,6 +59,8 @@ class ResidentJob:
         self.tracker: Tracker | None = None
         self.files: deque[Future[None]] = deque()
         """What is being written of it."""
+        self.save_s = 0.0
+        """From when its last save began until it was there."""
         self.steps_per_epoch = math.ceil(len(data.train) / spec.batch_size)
         self.num_steps = self.count_steps(spec, len(data.train))
         self.step = 0

@@ -171,8 +171,7 @@ class Trainer:
     def detach(self, name: str, *, state: State = State.PAUSED, reason: str = "", keep: bool = True) -> ResidentJob:
         """Take a job out between ticks; with `keep`, its exact state is saved first, without the step in flight. After
         a tick that was broken off, a job amid its optimizer step keeps the state that was saved before."""
-        job = self.release(name, state=state, reason=reason, keep=keep)
-        self._gather(job)
+        self._gather(job := self.release(name, state=state, reason=reason, keep=keep))
         self._ended.remove(job)
         return job
 
@@ -419,17 +418,18 @@ class Trainer:
     def _save_state(self, job: ResidentJob, state: AdapterState) -> None:
         if not torch.isfinite(state.master).all():
             raise JobError(f"its weights are no longer finite at step {job.step}")
-        meta = describe(job, self.supermodel)
-        self._write(job, state, lambda state: save_state(job.spec.folder, state.tensors(), meta))
+        meta, began_s = describe(job, self.supermodel), time.monotonic()
+
+        def write(state: AdapterState) -> None:
+            save_state(job.spec.folder, state.tensors(), meta)
+            job.save_s = time.monotonic() - began_s
+
+        self._write(job, state, write)
 
     def _new_state(self, spec: JobSpec) -> AdapterState:
-        return AdapterState(
-            self.supermodel.outline.lay_out(spec.adapter),
-            spec.adapter,
-            seed=spec.seed,
-            device=self.supermodel.device,
-            dtype=self.supermodel.dtype,
-        )
+        model = self.supermodel
+        layout = model.outline.lay_out(spec.adapter)
+        return AdapterState(layout, spec.adapter, seed=spec.seed, device=model.device, dtype=model.dtype)
 
     def _open(self, job: ResidentJob, resume: bool) -> str | None:
         """Hold the job's folder and load what it has; returns the tracking run's id."""

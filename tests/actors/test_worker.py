@@ -404,3 +404,26 @@ def test_rows_are_read_once_for_jobs_that_share_them(desk: Desk, monkeypatch: py
     desk.order(first, second, third)
     desk.until(lambda report: report.jobs["c"].step > 0)
     assert read == ["a", "c"]  # the file has changed
+
+
+@pytest.mark.parametrize(("took_s", "after_s"), [(0.0, 10.0), (3.0, 7.0), (5.0, 5.0), (60.0, 5.0)])
+def test_a_save_begins_so_early_that_it_is_there_in_time(tmp_path: Path, took_s: float, after_s: float) -> None:
+    desk = Desk(tmp_path, save_every_s=10.0)
+    assert desk.worker.options.next_save_s(took_s) == after_s
+
+
+def test_a_worker_saves_the_earlier_the_longer_the_last_save_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(tmp_path, save_every_s=1e6)
+    saved: list[str] = []
+    monkeypatch.setattr("tlora.trainer.Trainer.save", lambda trainer, name: saved.append(name))
+    desk.order(*(toy.named_job(tmp_path, name, steps=10_000) for name in "ab"))
+    desk.until(lambda report: len(report.jobs) == 2 and all(job.step > 1 for job in report.jobs.values()))
+    trainer = desk.worker._trainer
+    assert trainer is not None
+    for name, job in trainer.jobs.items():
+        desk.worker._saved_s[name] -= 0.6e6
+        job.save_s = {"a": 0.5e6, "b": 0.3e6}[name]
+    desk.until(lambda report: bool(saved))
+    assert saved == ["a"]

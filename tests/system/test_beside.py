@@ -182,3 +182,20 @@ def test_without_room_for_a_copy_a_save_is_waited_for(tmp_path: Path, monkeypatc
     work.save("a")
     assert read_meta(job.spec.folder)["step"] == 2
     work.close()
+
+
+def test_a_save_says_how_long_it_took_with_all_that_it_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "held")
+    work = worker()
+    jobs = [work.attach(toy.job(tmp_path, name, steps=100), toy.data(seed=at)) for at, name in enumerate(["held", "b"])]
+    until(work, lambda: all(job.step and job.is_settled for job in jobs))
+    for job in jobs:
+        work.save(job.name)
+    began_s = time.monotonic()
+    time.sleep(0.2)
+    assert not any(job.save_s for job in jobs)
+    gate.open.set()
+    wait([file for job in jobs for file in job.files])
+    assert all(0.2 <= job.save_s < time.monotonic() - began_s + 0.2 for job in jobs)
