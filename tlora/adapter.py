@@ -20,10 +20,10 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tlora import randomness
-from tlora.beside import copy_in_pieces, to_host, write_tensors
+from tlora.beside import copy_in_pieces, to_host
 from tlora.errors import CheckpointError, TargetError
 from tlora.files import atomic_path
 from tlora.kernels.tiles import Site
@@ -294,7 +294,7 @@ def export_peft(
         _peft_config(state, base, linears).save_pretrained(str(path.parent))
         expected = _peft_shapes(LoraConfig.from_pretrained(str(path.parent)), linears)
     with atomic_path(folder / WEIGHTS) as path:
-        write_tensors(weights, path, {"format": "pt"})
+        save_file(weights, path, metadata={"format": "pt"})
         written = load_file(path)
         if {key: weight.shape for key, weight in written.items()} != expected:
             raise CheckpointError(f"{folder}: PEFT would look for other weights than the adapter has.")

@@ -1,18 +1,15 @@
 """Work on files and states, beside a trainer's ticks: none of it is waited for by jobs that it does not belong to.
-So nothing here keeps Python's lock while it copies or writes much.
 
 Called by the trainer, checkpoints and adapters. What is to be written is handed over as it is now
 (`AdapterState.frozen`), for steps go on.
 """
 
-import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -22,11 +19,6 @@ from safetensors import SafetensorError
 T = TypeVar("T")
 log = logging.getLogger("tlora")
 _PIECE_BYTES = 1 << 24
-_TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.uint8: "U8",
-}  # fmt: skip
-"""As safetensors names them."""
 _AGAIN_S = 1.0
 _MOST_WAITING = 64
 
@@ -100,25 +92,6 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     copy_in_pieces(copy, tensor)
     return copy
-
-
-def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """A file of safetensors, of contiguous tensors in host memory. Its own `save_file` holds up all of Python's threads
-    while it copies, which the ticks wait for. Raises OSError."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name in names:
-        tensor, begin = tensors[name], end
-        end += tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            for piece in tensors[name].view(-1).view(torch.uint8).split(_PIECE_BYTES):
-                file.write(piece.numpy().data)
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -15,8 +15,9 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from tlora.beside import to_host, write_tensors
+from tlora.beside import to_host
 from tlora.errors import CheckpointError, SpecError, StateError
 from tlora.files import atomic_path, remove_incomplete
 from tlora.spec import JobSpec, differences, parse_job
@@ -40,7 +41,10 @@ def save_state(folder: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[
     header = json.loads(json.dumps({**meta, "format": _FORMAT}))
     header["checksum"] = _checksum(on_cpu, header)
     with atomic_path(path) as temporary:
-        write_tensors(on_cpu, temporary, {"tlora": json.dumps(header)})
+        try:
+            save_file(on_cpu, temporary, metadata={"tlora": json.dumps(header)})
+        except SafetensorError as error:  # how a full disk shows itself
+            raise OSError(str(error)) from error
 
 
 def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

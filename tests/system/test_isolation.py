@@ -76,15 +76,15 @@ def test_a_full_disk_ends_the_job_that_met_it(tmp_path: Path, monkeypatch: pytes
     work = toy.Recorder(model)
     full = work.attach(toy.job(tmp_path, "full", save_every=2), toy.data(seed=1))
     good = work.attach(toy.job(tmp_path, "good", save_every=2), toy.data(seed=2))
-    save = checkpoint.write_tensors
+    save = checkpoint.save_file
 
-    def no_space(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-        save(tensors, path, metadata)
+    def no_space(tensors: object, path: Path, **options: object) -> None:
+        save(tensors, path, **options)
         if path.is_relative_to(full.spec.folder) and full.step == 4:
             path.write_bytes(path.read_bytes()[:100])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_tensors", no_space)
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
     toy.finish(work)
     assert full.record.state == "failed"
     assert "No space left" in full.record.reason

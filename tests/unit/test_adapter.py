@@ -294,13 +294,13 @@ def test_a_full_disk_leaves_the_exported_adapter(
     def full(*args: object, **_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for broken in ("tlora.adapter.write_tensors", "peft.LoraConfig.save_pretrained"):
+    for broken in ("tlora.adapter.save_file", "peft.LoraConfig.save_pretrained"):
         with monkeypatch.context() as patch:
             patch.setattr(broken, full)
             with pytest.raises(OSError, match="No space left"):
                 export_peft(state, tmp_path, BASE, supermodel.outline.linears, trained=True)
         assert {path.name for path in tmp_path.iterdir()} == before.keys()
-        if broken.endswith("write_tensors"):
+        if broken.endswith("save_file"):
             assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

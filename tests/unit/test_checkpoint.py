@@ -9,32 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, safe_open
+from safetensors import SafetensorError
 
-from tlora.beside import write_tensors
 from tlora.checkpoint import LAST, STATE, JobFolder, load_state, read_meta, save_state
 from tlora.errors import CheckpointError, StateError
 
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64])
-def test_a_file_of_tensors_is_what_safetensors_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    """Pieces that end anywhere, tensors of no dimension or no value, names that are sorted otherwise by size."""
-    monkeypatch.setattr("tlora.beside._PIECE_BYTES", 100)
-    shapes = {"b": (7, 11), "a": (), "none": (0, 3), "é": (50,)}
-    tensors = {name: (1000 * torch.rand(shape)).to(dtype) for name, shape in shapes.items()}
-    tensors["0"] = torch.arange(13, dtype=torch.uint8)
-    write_tensors(tensors, path := tmp_path / "file", {"what": "ü"})
-    written = load_file(path)
-    assert {name: (each.dtype, each.shape) for name, each in written.items()} == {
-        name: (each.dtype, each.shape) for name, each in tensors.items()
-    }
-    assert all(torch.equal(written[name], each) for name, each in tensors.items())
-    with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"what": "ü"}
 
 
 def vectors(step: int, size: int = 16) -> dict[str, torch.Tensor]:
@@ -100,16 +80,16 @@ def test_another_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_state(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["writing", "replace", "fsync"])
+@pytest.mark.parametrize("where", ["full while writing", "OSError while writing", "replace", "fsync"])
 def test_a_failed_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     save_state(tmp_path, vectors(3), meta(3))
 
-    def full(tensors: object, path: object = None, *_: object) -> None:
-        if where == "writing":
+    def full(tensors: object, path: object = None, **_: object) -> None:
+        if where.endswith("writing"):
             Path(str(path)).write_bytes(b"half")
-        raise OSError(28, "No space left")
+        raise SafetensorError("I/O error: No space left") if where.startswith("full") else OSError(28, "No space left")
 
-    broken = "tlora.checkpoint.write_tensors" if where == "writing" else f"os.{where}"
+    broken = "tlora.checkpoint.save_file" if where.endswith("writing") else f"os.{where}"
     monkeypatch.setattr(broken, full)
     with pytest.raises(OSError, match="No space left"):
         save_state(tmp_path, vectors(4), meta(4))
