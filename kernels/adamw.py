@@ -99,7 +99,7 @@ def adamw(updates: Sequence[Update]) -> torch.Tensor:
     if not routes.is_fused(master):
         return reference.adamw(updates)
     (compute,) = {_TYPES[update.compute.dtype] for update in updates}
-    blocks = (triton.cdiv(update.master.numel(), _BLOCK.value) for update in updates)
+    blocks = (-(-update.master.numel() // _BLOCK.value) for update in updates)
     ends = list(accumulate(blocks, initial=0))
     grid = (ends[-1],)
     fields = [[*pair, *_fields(update)] for pair, update in zip(pairwise(ends), updates, strict=True)]

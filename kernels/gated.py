@@ -58,7 +58,7 @@ def gated(y: Tensor, act: str) -> Tensor:
     T, width = y.shape[0], y.shape[1] // 2
     out = y.new_empty(T, width)
     with torch.cuda.device_of(y):
-        _forward[T, triton.cdiv(width, _LANES)](y, out, width, act, _LANES, num_warps=8)
+        _forward[T, -(-width // _LANES)](y, out, width, act, _LANES, num_warps=8)
     return out
 
 
@@ -71,7 +71,7 @@ def gated_backward(d: Tensor, y: Tensor, act: str) -> Tensor:
     T, width = d.shape
     dy = torch.empty_like(y)
     with torch.cuda.device_of(y):
-        _backward[T, triton.cdiv(width, _LANES)](d, y, dy, width, act, _LANES, num_warps=8)
+        _backward[T, -(-width // _LANES)](d, y, dy, width, act, _LANES, num_warps=8)
     return dy
 
 

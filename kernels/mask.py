@@ -10,11 +10,21 @@ import triton.language as tl
 
 from tlora.kernels.tiles import Adapters
 
+
+class _Number(tl.constexpr):  # type: ignore[misc]
+    """Triton asks at each launch whether any global differs from what it was: here without making three objects."""
+
+    def __ne__(self, other: object) -> bool:
+        return self.value != getattr(other, "value", other)  # type: ignore[no-any-return]
+
+    __hash__ = tl.constexpr.__hash__
+
+
 # Fields of a site (`tiles.Adapters`) and of a segment (`tiles.Tables`).
-A, B, GRAD_A, GRAD_B, RANK = (tl.constexpr(number) for number in range(5))
-FACTOR, SCALE, THRESHOLD, SEED_LOW, SEED_HIGH, MODULE, COLUMN = (tl.constexpr(number) for number in range(5, 12))
-FIELDS = tl.constexpr(Adapters.FIELDS)
-SLOT, FIRST, END, STEP = (tl.constexpr(number) for number in range(4))
+A, B, GRAD_A, GRAD_B, RANK = (_Number(number) for number in range(5))
+FACTOR, SCALE, THRESHOLD, SEED_LOW, SEED_HIGH, MODULE, COLUMN = (_Number(number) for number in range(5, 12))
+FIELDS = _Number(Adapters.FIELDS)
+SLOT, FIRST, END, STEP = (_Number(number) for number in range(4))
 
 
 @triton.jit

@@ -6,6 +6,7 @@ that it was captured with. Called by the super-model, which says when what was c
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -61,18 +62,17 @@ class _Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # once outside a graph: what is made at the first run on a stream is made here
+            before = torch.cuda.memory_allocated()
             output = hidden(self._batch)
+            held = torch.cuda.memory_allocated() - before
             self._d_output = torch.zeros_like(output)
             output.backward(self._d_output)
-        torch.cuda.current_stream().wait_stream(stream)
-        settings = {
-            "pool": pool,
-            "stream": stream,
-            "capture_error_mode": "thread_local",
-        }  # others read and write beside
-        with torch.cuda.graph(self._forward, **settings):
+        torch.cuda.synchronize()
+        if torch.cuda.mem_get_info()[0] < 2 * held:
+            torch.cuda.empty_cache()
+        with _recording(self._forward, stream, pool):
             output = hidden(self._batch)
-        with torch.cuda.graph(self._backward, **settings):
+        with _recording(self._backward, stream, pool):
             output.backward(self._d_output)
         self._output = output.detach()
 
@@ -86,6 +86,18 @@ class _Graph:
     def backward(self, d_output: torch.Tensor) -> None:
         self._d_output.copy_(d_output)
         self._backward.replay()
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:
+    """`torch.cuda.graph`, which gives all cached memory back first: the next large tick would have to ask for it again.
+    Other threads read and write beside."""
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 def _tensors(batch: Batch) -> Iterator[torch.Tensor]:
