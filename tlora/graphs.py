@@ -4,10 +4,12 @@ Kernels reach adapters and their gradients through tables that are refilled in p
 that it was captured with. Called by the super-model, which says when what was captured no longer holds.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,28 +17,37 @@ import torch
 from tlora.kernels.tiles import Tables
 from tlora.packing import Batch
 
+log = logging.getLogger("tlora")
 _SIGHTS = 3
 """No shape is captured before it comes for the third time: by then it is compiled, and its products are measured. So
-much a capture is taken to cost, too, in ticks that are launched: the tick runs, is recorded, and made ready to run."""
+much a capture is taken to cost, too, in ticks that are launched."""
 _MOST, _REMEMBERED = 16, 4096
+_PART = 4
+"""All graphs take one of so many parts of the device's memory at most."""
 
 
 class Graphs:
     """The shapes of one super-model. `most_rows`: of a tick that takes as long to launch as to compute.
 
     A tick of fewer rows gains 1 − rows / `most_rows` of its launch by being replayed. It is captured once launching it
-    has cost as much more as a capture does: at most twice what knowing beforehand how often it comes would cost."""
+    has cost as much more as a capture does: at most twice what knowing beforehand how often it comes would cost. Their
+    memory is one pool, which a larger tick after a smaller one makes larger by all that it takes: where it would be too
+    large, all is forgotten, and a tick that alone takes half of it is not captured any more."""
 
     def __init__(self, hidden: Callable[[Batch], torch.Tensor], most_rows: int):
         self._hidden, self._most_rows = hidden, most_rows
-        self._pool: Any = None
         self._sights: Counter[tuple[object, ...]] = Counter()
         self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._pool: Any = None
+        self._pool_bytes = 0
+        self._bytes_of_row = 0.0
+        self._too_large = most_rows
 
     def clear(self) -> None:
         """Forget all that was captured, and seen."""
         self._graphs.clear()
         self._sights.clear()
+        self._pool, self._pool_bytes = None, 0  # one whose graphs are gone takes no new ones
 
     def find(self, batch: Batch) -> "_Graph | None":
         """The graph for this batch's shape, captured when it is due; none before. The oldest of too many makes room."""
@@ -46,33 +57,89 @@ class Graphs:
             if len(self._sights) == _REMEMBERED:
                 self._sights = Counter(dict.fromkeys(self._graphs, _SIGHTS))
             self._sights[key] += 1
-            if self._sights[key] < round(_SIGHTS / (1.0 - batch.rows.num_rows / self._most_rows)):
+            sights = round(_SIGHTS / (1.0 - batch.rows.num_rows / self._most_rows))
+            if self._sights[key] < sights or batch.rows.num_rows >= self._too_large:
                 return None
             if len(self._graphs) == _MOST:
                 del self._sights[oldest := next(iter(self._graphs))], self._graphs[oldest]
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._graphs[key] = _Graph(self._hidden, batch, self._pool)
+            if (graph := self._capture(batch)) is None:
+                return None
+            self._graphs[key] = graph
         return self._graphs[key]
+
+    def _capture(self, batch: Batch) -> "_Graph | None":
+        num_rows, before = batch.rows.num_rows, 0
+        try:
+            if not self._bytes_of_row:
+                self._bytes_of_row = _warm(self._hidden, batch) / num_rows
+            if torch.cuda.mem_get_info()[0] < 2.0 * num_rows * self._bytes_of_row:
+                torch.cuda.empty_cache()  # while a graph is captured nothing can be given back
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            before = torch.cuda.memory_reserved()
+            graph = _Graph(self._hidden, batch, self._pool)
+        except RuntimeError as error:  # no memory, above all
+            if not self._graphs:
+                log.warning("ticks of %d rows and more are launched kernel by kernel: %s", num_rows, error)
+                self._too_large = num_rows
+            self._give_back()
+            return None
+        grown, most = torch.cuda.memory_reserved() - before, torch.cuda.mem_get_info()[1] // _PART
+        self._pool_bytes += grown
+        if self._pool_bytes <= most:
+            return graph
+        if 2 * grown > most:
+            self._too_large = num_rows
+        del graph
+        self._give_back()
+        return None
+
+    def _give_back(self) -> None:
+        self.clear()
+        torch.cuda.empty_cache()
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """On which all graphs of this process are captured. Streams come round again after 32: that of the files' thread is
+    of another priority, so that it is never this one, which nobody may wait for meanwhile."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _warm(hidden: Callable[[Batch], torch.Tensor], batch: Batch) -> int:
+    """What is made at the first run on a stream is made outside a graph. Returns the bytes that a pass holds, about."""
+    stream = _stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        before = torch.cuda.memory_allocated()
+        output = hidden(batch)
+        held = torch.cuda.memory_allocated() - before
+        output.backward(torch.zeros_like(output))
+    torch.cuda.current_stream().wait_stream(stream)
+    del output
+    torch.cuda.empty_cache()  # of that stream alone
+    return max(held, 1)
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """`torch.cuda.graph`, which gives all cached memory back first: the next large tick would have to ask for it again.
+    Other threads read and write beside."""
+    with torch.cuda.stream(_stream(torch.cuda.current_device())):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 class _Graph:
     def __init__(self, hidden: Callable[[Batch], torch.Tensor], batch: Batch, pool: Any):
         self._batch = _copy(batch)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # once outside a graph: what is made at the first run on a stream is made here
-            before = torch.cuda.memory_allocated()
+        with _recording(self._forward, pool):
             output = hidden(self._batch)
-            held = torch.cuda.memory_allocated() - before
-            self._d_output = torch.zeros_like(output)
-            output.backward(self._d_output)
-        torch.cuda.synchronize()
-        if torch.cuda.mem_get_info()[0] < 2 * held:
-            torch.cuda.empty_cache()
-        with _recording(self._forward, stream, pool):
-            output = hidden(self._batch)
-        with _recording(self._backward, stream, pool):
+        self._d_output = torch.zeros_like(output)
+        with _recording(self._backward, pool):
             output.backward(self._d_output)
         self._output = output.detach()
 
@@ -86,18 +153,6 @@ class _Graph:
     def backward(self, d_output: torch.Tensor) -> None:
         self._d_output.copy_(d_output)
         self._backward.replay()
-
-
-@contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:
-    """`torch.cuda.graph`, which gives all cached memory back first: the next large tick would have to ask for it again.
-    Other threads read and write beside."""
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            yield
-        finally:
-            graph.capture_end()
 
 
 def _tensors(batch: Batch) -> Iterator[torch.Tensor]:

@@ -1,5 +1,7 @@
 """Compiled layers and captured ticks train the same adapter as plain ones."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from tlora import graphs
 from tlora.adapter import WEIGHTS, AdapterState
 from tlora.attention import NAME
+from tlora.beside import own_stream, to_host
 from tlora.kernels import routes
 from tlora.kernels.tiles import RowTable
 from tlora.mixed_linear import fuse_gates
@@ -134,6 +137,33 @@ def test_captured_ticks_train_the_same_adapter(tmp_path: Path, monkeypatch: pyte
         assert other.losses == pytest.approx(theirs.losses, rel=1e-2)
         assert toy.off(mine.gradient, theirs.gradient) < 5e-2
         assert toy.off(mine.master, theirs.master) < 5e-2
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU: set TLORA_TEST_DEVICE=cuda")
+def test_files_are_written_while_ticks_are_captured() -> None:
+    """More captures than a device has streams of one kind, and a thread that waits for its own all the time."""
+    model = toy.super_model(torch.bfloat16, compiled=True, captured=True)
+    state, is_over, num_written = resident(model, 8, seed=1), threading.Event(), []
+    items = [Item(0, 0, at, 0, 0.1, each) for at, each in enumerate(toy.sequences(4, 0, low=64, high=64))]
+    batch = pack(items, device=model.device, round_to=model.row_multiple(256))
+
+    def write() -> None:
+        while not is_over.is_set():
+            with own_stream(model.device):
+                num_written.append(to_host(state.master).numel())
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        try:
+            for _ in range(70):
+                model._graphs.clear()
+                for _ in range(3):
+                    model.train(batch)
+                assert len(model._graphs._graphs) == 1
+        finally:
+            is_over.set()
+        writing.result()
+    assert len(num_written) > 70
 
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU: set TLORA_TEST_DEVICE=cuda")

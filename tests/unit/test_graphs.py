@@ -6,6 +6,7 @@ from numeric import Job, batch_of
 
 from tlora import graphs
 from tlora.graphs import Graphs
+from tlora.packing import Batch
 
 
 @pytest.fixture
@@ -13,7 +14,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of the batches that were captured."""
     rows: list[int] = []
     monkeypatch.setattr(graphs, "_Graph", lambda hidden, batch, pool: rows.append(batch.rows.num_rows) or len(rows))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(graphs, "_warm", lambda hidden, batch: 1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     return rows
 
 
@@ -49,3 +53,64 @@ def test_what_was_seen_is_not_remembered_for_ever(captured: list[int], monkeypat
         assert made.find(batch_of({0: Job((rows,), rank=2)})) is None
     assert len(made._sights) <= 8
     assert ticks(made, 1) == 1
+
+
+class Device:
+    """A device's memory of 1,000 bytes, of which each captured row takes one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 300):
+        self.size = size
+        self.reserved, self.given_back, self.pools = 0, 0, set[object]()
+        monkeypatch.setattr(graphs, "_Graph", self.capture)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: self.reserved)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty)
+
+    def capture(self, hidden: object, batch: Batch, pool: object) -> object:
+        self.pools.add(pool)
+        if self.reserved + batch.rows.num_rows > self.size:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.reserved += batch.rows.num_rows
+        return object()
+
+    def empty(self) -> None:
+        self.reserved, self.given_back = 0, self.given_back + 1
+
+
+@pytest.mark.parametrize(("size", "why"), [(400, "they may not take more"), (300, "the device has no more")])
+def test_graphs_that_take_too_much_memory_are_forgotten(
+    captured: list[int], monkeypatch: pytest.MonkeyPatch, size: int, why: str
+) -> None:
+    device, made = Device(monkeypatch, size), Graphs(lambda batch: torch.zeros(1), 1 << 30)
+    for rows in (80, 81, 82):
+        assert ticks(made, rows) == 3
+    assert device.reserved == 80 + 81 + 82
+    assert ticks(made, 83) == 6, "the first time there is no room beside the others"
+    assert (device.reserved, device.given_back) == (83, 1), why
+    assert ticks(made, 80) == 3, "seen anew"
+    assert len(device.pools) == 2, "a pool whose graphs are gone takes no new ones"
+
+
+@pytest.mark.parametrize(("rows", "attempts"), [(251, 1), (301, 3)], ids=["more than all may take", "no memory"])
+def test_a_tick_that_is_too_large_for_a_graph_is_launched(
+    captured: list[int], monkeypatch: pytest.MonkeyPatch, rows: int, attempts: int
+) -> None:
+    device, made = Device(monkeypatch), Graphs(lambda batch: torch.zeros(1), 1 << 30)
+    assert ticks(made, 100) == 3
+    device.reserved = 0
+    for _ in range(40):
+        assert made.find(batch_of({0: Job((rows,), rank=2)})) is None
+        assert made.find(batch_of({0: Job((rows + 9,), rank=2)})) is None
+    assert device.given_back == attempts
+    assert ticks(made, 100) == 3
+
+
+def test_cached_memory_is_given_back_where_a_graph_would_not_find_any(
+    captured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, made = Device(monkeypatch), Graphs(lambda batch: torch.zeros(1), 1 << 30)
+    monkeypatch.setattr(graphs, "_warm", lambda hidden, batch: 10 * batch.rows.num_rows)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (400, 1000))
+    assert ticks(made, 20) == 3
+    assert device.given_back == 0
+    assert ticks(made, 21) == 3
+    assert device.given_back == 1
