@@ -19,8 +19,9 @@ from tlora.packing import Batch
 
 log = logging.getLogger("tlora")
 _SIGHTS = 3
-"""No shape is captured before it comes for the third time: by then it is compiled, and its products are measured. So
-much a capture is taken to cost, too, in ticks that are launched."""
+"""No shape is captured before it comes for the third time: by then it is compiled, and its products are measured."""
+_COST = 1.0
+"""Of a capture, in launches of its tick."""
 _MOST, _REMEMBERED = 16, 4096
 _PART = 4
 """All graphs take one of so many parts of the device's memory at most."""
@@ -57,7 +58,7 @@ class Graphs:
             if len(self._sights) == _REMEMBERED:
                 self._sights = Counter(dict.fromkeys(self._graphs, _SIGHTS))
             self._sights[key] += 1
-            sights = round(_SIGHTS / (1.0 - batch.rows.num_rows / self._most_rows))
+            sights = max(_SIGHTS, round(_COST / (1.0 - batch.rows.num_rows / self._most_rows)))
             if self._sights[key] < sights or batch.rows.num_rows >= self._too_large:
                 return None
             if len(self._graphs) == _MOST:

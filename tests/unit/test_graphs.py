@@ -27,7 +27,7 @@ def ticks(made: Graphs, rows: int, most: int = 1000) -> int:
     return next(count for count in range(1, most) if made.find(batch) is not None)
 
 
-@pytest.mark.parametrize(("rows", "sights"), [(1, 3), (100, 3), (250, 4), (500, 6), (900, 30), (990, 300)])
+@pytest.mark.parametrize(("rows", "sights"), [(1, 3), (100, 3), (500, 3), (750, 4), (900, 10), (990, 100)])
 def test_a_shape_is_captured_once_launching_it_has_cost_as_much(rows: int, sights: int, captured: list[int]) -> None:
     """Of 1,000 rows that take as long to launch as to compute."""
     assert ticks(Graphs(lambda batch: torch.zeros(1), 1000), rows) == sights
