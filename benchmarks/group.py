@@ -34,7 +34,7 @@ TOY = LlamaConfig(
 SHAPES: dict[str, PretrainedConfig] = {"toy": TOY, **BASES}
 ENDLESS = 1_000_000
 """Steps of jobs that are taken out before they end."""
-MOST_TO_SETTLE = 60
+MOST_TO_SETTLE, STAYS = 100, 8
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,19 @@ def ticks_ms(device: torch.device, tick: Callable[[], object], count: int) -> li
 
 
 def settle(trainer: GroupTrainer) -> int:
-    """Tick until the controller has chosen; how many that took. None where there is nothing to choose."""
+    """Tick until the controller has chosen, and stayed with that, if ticks are even enough; how many that took. None
+    where there is nothing to choose."""
+    stayed, has_settled = 0, False
     for tick in range(MOST_TO_SETTLE):
         # At the second tick of a mix it has heard of it.
-        if not trainer._is_measured or (tick > 2 and trainer._controller.is_settled):
+        stayed = stayed + 1 if tick > 2 and trainer._controller.is_settled else 0
+        has_settled = has_settled or stayed > 0
+        if not trainer._is_measured or stayed == STAYS:
             return tick
         trainer.tick()
-    raise RuntimeError(f"the controller did not settle within {MOST_TO_SETTLE} ticks")
+    if not has_settled:
+        raise RuntimeError(f"the controller did not settle within {MOST_TO_SETTLE} ticks")
+    return MOST_TO_SETTLE
 
 
 def spread(samples: Sequence[float]) -> float:
