@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from pyarrow.fs import FileSelector, FileSystem, LocalFileSystem
 
 from tlora.errors import CheckpointError, StateError
-from tlora.files import atomic_path
+from tlora.files import sync_folder
 from tlora.job import JobRecord, State
 
 log = logging.getLogger("tlora")
@@ -118,6 +118,8 @@ class Journal:
         self._late: Future[None] | None = None
         self._late_seq = -1
         """Of the object that was begun last."""
+        self._is_in_doubt = False
+        """The storage may hold an object of the next number."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
         try:
@@ -160,8 +162,8 @@ class Journal:
         """Take in new jobs by name and spec, all or none; they are in the storage when this returns. Raises OSError if
         it cannot be written, StateError if a name is taken.
 
-        An object whose writing failed may be there all the same. So its withdrawal is committed first, and dropped by
-        the commit that adds the jobs: whatever fails or is killed between, the storage's last word is the truth."""
+        Their object is written before they are committed here, and has the next number; so if that fails, or is killed,
+        there may be one object of that number that nobody knows of, which `_transaction` withdraws."""
         entries = [
             Entry(name, _plain(spec), submitted_s=now_s, changed_s=now_s, halt=_plain(halts.get(name, {})))
             for name, spec in specs
@@ -172,12 +174,13 @@ class Journal:
         with self._lock:
             if taken := [entry.name for entry in entries if names[entry.name] is not entry or self.get(entry.name)]:
                 raise StateError(f"job {taken[0]}: got this name a second time; want it once. Choose another name.")
+            self._withdraw()
             with self._transaction():
-                query = "INSERT INTO outbox SELECT seq + 2, ? FROM sqlite_sequence WHERE name = 'outbox'"
-                withdrawal = self._db.execute(query, (_batch([], list(names)),)).lastrowid or 0
-            with self._transaction():
-                self._put(withdrawal - 1, _batch([(self._write(entry), entry) for entry in entries]))
-                self._rows("DELETE FROM outbox WHERE seq = ?", withdrawal)
+                batch = _batch([(self._write(entry), entry) for entry in entries])
+                query = "UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'outbox' RETURNING seq"
+                ((seq,),) = self._rows(query)
+                self._is_in_doubt = True
+                self._put(seq, batch)
         return entries
 
     def change(self, changes: Sequence[Change], now_s: float) -> list[Entry]:
@@ -208,6 +211,7 @@ class Journal:
         """Store what is not stored, in order; True when nothing is left. A storage that is away is logged, once,
         and not waited for again: one write is begun at a time, and the next call sees what became of it."""
         with self._lock:
+            self._withdraw()
             for seq, batch in self._rows("SELECT seq, batch FROM outbox ORDER BY seq"):
                 try:
                     self._put(seq, batch, 0.0 if self._is_away else _PATIENCE_S)
@@ -222,7 +226,17 @@ class Journal:
     def _transaction(self) -> Iterator[None]:
         with self._db:  # commits, or undoes it all
             self._db.execute("BEGIN IMMEDIATE")
+            if self._is_in_doubt:
+                ((last,),) = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'")
+                self._rows("INSERT INTO outbox VALUES (?, ?)", last + 2, _batch([], [last + 1]))
             yield
+        self._is_in_doubt = False
+
+    def _withdraw(self) -> None:
+        """The object of jobs that were not added, if there may be one."""
+        if self._is_in_doubt:
+            with self._transaction():
+                pass
 
     def _rows(self, query: str, *values: Any) -> list[Any]:
         with self._lock:
@@ -240,16 +254,17 @@ class Journal:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         with self._transaction():  # a head that is killed while it makes the database leaves none
-            if self._rows("PRAGMA user_version") == [(0,)]:
+            if is_new := self._rows("PRAGMA user_version") == [(0,)]:
                 self._make()
             ((home,),) = self._rows("SELECT storage FROM home")
         if home != self._name:
             text = f"{self._path}: got storage {self._name}; want {home}, where the rest of it is."
             raise StateError(f"{text} Name that one, or move the file away to begin with what the other holds.")
+        self._is_in_doubt = not is_new
         self.flush()
 
     def _make(self) -> None:
-        last, histories = -1, dict[str, list[tuple[int, Entry]]]()
+        last, histories, held = -1, dict[str, list[tuple[int, Entry]]](), dict[int | str, set[str]]()
         for name, content in self._objects():
             last = max(last, int(name[:16]))
             try:
@@ -260,7 +275,9 @@ class Journal:
                 log.warning("%s: object %s is damaged and left out: %r", self._name, name, error)
                 continue
             for former in withdrawn:
-                histories.pop(former, None)
+                for job in held.pop(former, {former}):
+                    histories.pop(job, None)
+            held[int(name[:16])] = {entry.name for _, entry in entries}
             for number, entry in entries:
                 histories.setdefault(entry.name, []).append((number, entry))
         for statement in _SCHEMA.split(";"):
@@ -321,11 +338,20 @@ class Journal:
         """Its folder is not made again: where a mount is away, that would be on the head's own disk."""
         files, folder = self._reach()
         path = f"{folder}/{seq:016d}-{secrets.token_hex(8)}.json"
-        if isinstance(files, LocalFileSystem):
-            with atomic_path(Path(path)) as temporary:
-                temporary.write_text(batch)
-            return
         first = path if files.type_name in _OBJECT_STORES else f"{path}.incomplete"
+        if isinstance(files, LocalFileSystem):
+            try:
+                with open(first, "w") as file:
+                    file.write(batch)
+                    file.flush()
+                    os.replace(first, path)  # before both are synced, so that a disk's own journal is written once
+                    os.fsync(file.fileno())
+                sync_folder(Path(folder))
+            except OSError:
+                for left in (first, path):
+                    Path(left).unlink(missing_ok=True)
+                raise
+            return
         with files.open_output_stream(first) as stream:
             stream.write(batch.encode())
         if first != path:
@@ -382,7 +408,8 @@ def _changed(old: Entry, change: Change, now_s: float) -> Entry:
     return old if new == old else replace(new, changed_s=now_s)
 
 
-def _batch(entries: Sequence[tuple[int, Entry]], withdrawn: Sequence[str] = ()) -> str:
-    """An object: entries with the numbers of their events, or names of jobs that were not added after all."""
+def _batch(entries: Sequence[tuple[int, Entry]], withdrawn: Sequence[int] = ()) -> str:
+    """An object: entries with the numbers of their events, or numbers of objects whose jobs were not added after all
+    (or names of such jobs)."""
     rows = [{"event": number, **asdict(entry)} for number, entry in entries]
     return json.dumps({"entries": rows, "withdrawn": withdrawn})

@@ -8,6 +8,7 @@ thread.
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,7 @@ class Scheduler:
         self._metrics = Metrics()
         self._published_s = self._flushed_s = self._asked_s = self._foretold_s = 0.0
         self._submitted_s = self._swept_s = time.monotonic()
+        sys.setswitchinterval(1e-3)  # beside a plan for thousands, an admission waits so long at each of its writes
         gc.freeze()  # what is there by now stays, and is not walked through again
         gc.set_threshold(*gc.get_threshold()[:2], _NEVER)  # but see `_sweep`
         threading.Thread(target=self._run, daemon=True, name="tlora-plan").start()

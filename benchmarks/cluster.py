@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from benchmarks import private_ray
 from tlora.actors.scheduler import connect
 from tlora.client import Client
 from tlora.cluster import ClusterSpec
+from tlora.files import sync_folder
 from tlora.job import State
 from tlora.spec import JobSpec, parse_job
 
@@ -107,16 +108,41 @@ def measure(folder: Path, base: Path, count: int) -> None:
     client.cancel(["long", "third"])  # the one that is left holds the only worker, so that others wait
     queued = [job(f"q{n}", folder / "no-base") for n in range(count)]
     gc.disable()  # a collection of all that this process has imported would be taken for an admission
-    times_s = [timed(partial(client.submit, [each], check=False)) for each in queued]
+    times_s, bare_s = [], []
+    for number, each in enumerate(queued):
+        times_s.append(timed(partial(client.submit, [each], check=False)))
+        bare_s.append(timed(partial(write, folder / "bare", number)) + timed(partial(process_id, client)))
     gc.enable()
-    say(f"admission of one job, mean of {count}", sum(times_s) / count)
-    say("admission of one job, slowest", max(times_s))
+    say_all(f"admission of one of {count} jobs", times_s)
+    say_all("… its writes and an empty call alone", bare_s)
     say(f"status of {count} jobs", timed(client.status))
     status = Path(f"/proc/{process_id(client)}/status").read_text().splitlines()
     (memory,) = (int(line.split()[1]) / 2**20 for line in status if line.startswith("VmRSS"))
     print(f"{'scheduler memory':<48} {memory:9.3f} GiB", flush=True)
     client.cancel(["beside", *(f"q{n}" for n in range(count))])
     say("down", timed(client.down))
+
+
+def write(folder: Path, number: int) -> None:
+    """What an admission waits for on the disk, bare: a log that grows, and an object."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "log").open("ab") as log:
+        log.write(bytes(20_000))
+        log.flush()
+        os.fdatasync(log.fileno())
+    with (folder / "object.incomplete").open("wb") as file:
+        file.write(bytes(1000))
+        file.flush()
+        (folder / "object.incomplete").rename(folder / str(number))
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def say_all(what: str, times_s: Sequence[float]) -> None:
+    say(f"{what}, mean", sum(times_s) / len(times_s))
+    for permille in (990, 999, 1000):
+        say(f"{what}, {permille / 10:g} %", sorted(times_s)[max(len(times_s) * permille // 1000 - 1, 0)])
+    print(f"{f'{what}, above 20 ms':<48} {sum(each > 0.02 for each in times_s):9d}", flush=True)
 
 
 def say(what: str, seconds: float) -> None:

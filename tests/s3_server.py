@@ -14,10 +14,14 @@ from xml.sax.saxutils import escape
 
 KEYS = {"AWS_ACCESS_KEY_ID": "hush-id", "AWS_SECRET_ACCESS_KEY": "hush-key", "AWS_EC2_METADATA_DISABLED": "true"}
 """Of its clients' environment: they ask nobody else who they are."""
+Answer = tuple[int, str | bytes, dict[str, str]]
 
 
-class S3Server:
-    """Keeps its port while it is away."""
+class ObjectServer:
+    """What any such storage has. It keeps its port while it is away."""
+
+    marks = frozenset[str]()
+    """What a request may ask for besides an object."""
 
     def __init__(self) -> None:
         self.objects = {"bucket": b""}
@@ -28,12 +32,12 @@ class S3Server:
         self.page = 1000  # most objects that one answer lists
         self.answers = threading.Event()  # unless it is set, nothing is done, nor answered
         self.answers.set()
-        self._port, self._running = 0, list[_Server]()
+        self.port, self._running = 0, list[_Server]()
         self.come_back()
 
     def come_back(self) -> None:
-        server = _Server(("127.0.0.1", self._port), _Request)
-        server.storage, self._port = self, server.server_port
+        server = _Server(("127.0.0.1", self.port), _Request)
+        server.storage, self.port = self, server.server_port
         self._running.append(server)
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -47,12 +51,23 @@ class S3Server:
             server.server_close()
         self._running.clear()
 
+    def serve(self, asked: str, path: str, query: dict[str, str], body: bytes, span: str) -> Answer:
+        """Code, content and headers; `span`: which bytes of an object this is."""
+        raise NotImplementedError
+
+
+class S3Server(ObjectServer):
+    marks = frozenset({"uploads", "uploadId", "list-type"})
+
     def address(self, path: str) -> str:
-        return f"s3://{path}?scheme=http&endpoint_override=127.0.0.1:{self._port}&region=us-east-1"
+        return f"s3://{path}?scheme=http&endpoint_override=127.0.0.1:{self.port}&region=us-east-1"
+
+    def serve(self, asked: str, path: str, query: dict[str, str], body: bytes, span: str) -> Answer:
+        return *_serve(self, asked, path, query, body), {"ETag": '"0"'}
 
 
 class _Server(ThreadingHTTPServer):
-    storage: S3Server
+    storage: ObjectServer
 
     def __init__(self, *about: Any):
         super().__init__(*about)
@@ -75,21 +90,22 @@ class _Request(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         storage, address = self.server.storage, urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(address.query, keep_blank_values=True).items()}
-        asked = " ".join([self.command, *({"uploads", "uploadId", "list-type"} & query.keys())])
+        asked = " ".join([self.command, *sorted(storage.marks & query.keys())])
         storage.asked.append(asked)
         body = self._body()
         storage.answers.wait()
         if re.fullmatch(storage.lost, asked):
             raise ConnectionError
-        code, found = _serve(storage, asked, unquote(address.path).lstrip("/"), query, body)
+        span = self.headers.get("Content-Range", "")
+        code, found, headers = storage.serve(asked, unquote(address.path).lstrip("/"), query, body, span)
         if re.fullmatch(storage.unheard, asked):
             raise ConnectionError
         content = found.encode() if isinstance(found, str) else found
         if part := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
             code, content = 206, content[int(part[1]) : int(part[2]) + 1]
         self.send_response(code)
-        self.send_header("ETag", '"0"')
-        self.send_header("Content-Length", str(len(content)))
+        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(key, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)

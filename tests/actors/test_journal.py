@@ -2,11 +2,8 @@
 
 import json
 import logging
-import random
+import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow.fs import FileSelector, FileSystem
+from journal_scenes import Cluster, Files, specs, words
+from pyarrow.fs import FileSelector
 
 from tlora.actors import journal as module
 from tlora.actors.journal import Change, Entry, Event, Journal
@@ -26,61 +24,6 @@ SPEC = {"base": {"model": "toy"}, "seed": 1, "lr": 1e-4, "tags": ["ä", "'; DROP
 Away = Callable[[bool], None]
 Log = pytest.LogCaptureFixture
 TO_THE_END = (State.ATTACHING, State.RUNNING, State.FINISHED)
-
-
-class Cluster:
-    """A head whose disk may be lost, and a storage folder."""
-
-    def __init__(self, folder: Path):
-        self.head, self.storage = folder / "head", folder / "storage"
-        self.objects = self.storage / "_tlora" / "journal"
-        self.opened: list[Journal] = []
-
-    def open(self, storage: str | None = None) -> Journal:
-        self.opened.append(Journal(self.head / "journal.db", storage or str(self.storage)))
-        return self.opened[-1]
-
-    def reopen(self, storage: str | None = None) -> Journal:
-        self.opened[-1].close()
-        return self.open(storage)
-
-    def after_loss(self, storage: str | None = None) -> Journal:
-        """A new head, on a disk of its own."""
-        self.head = self.head.with_name(f"head-{len(self.opened)}")
-        return self.open(storage)
-
-    def stored(self) -> list[str]:
-        return sorted(path.name for path in self.objects.glob("*.json"))
-
-
-class Files:
-    """A file system in memory. It may be away, notes what is asked of it, and says of which kind it is."""
-
-    def __init__(self) -> None:
-        self.real, _ = FileSystem.from_uri("mock:///")
-        self.real.create_dir("bucket/x/_tlora/journal", recursive=True)
-        self.type_name, self.calls = "mock", list[tuple[Any, ...]]()
-        self.error: Exception | None = None
-        self.is_late = False  # the error comes when the work is done
-
-    def from_uri(self, uri: str) -> tuple["Files", str]:
-        self.calls.append(("from_uri", uri))
-        return self, "bucket/x/"
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **settings: Any) -> Any:
-            self.calls.append((name, *args))
-            if self.error and not self.is_late:
-                raise self.error
-            result = getattr(self.real, name)(*args, **settings)
-            if self.error and name == "move":
-                raise self.error
-            return result
-
-        return call
-
-    def asked(self, name: str) -> list[tuple[Any, ...]]:
-        return [call[1:] for call in self.calls if call[0] == name]
 
 
 @pytest.fixture
@@ -110,14 +53,6 @@ def run(journal: Journal, name: str, *states: State, now_s: float = 2.0, reason:
     return journal.change([Change(name, state=state, reason=reason) for state in states], now_s)[-1]
 
 
-def words(journal: Journal) -> list[tuple[str, State, str]]:
-    return [(entry.name, entry.state, entry.reason) for entry in journal.entries()]
-
-
-def specs(journal: Journal) -> list[tuple[str, Any]]:
-    return [(entry.name, entry.spec) for entry in journal.entries()]
-
-
 def all_of(cluster: Cluster) -> tuple[Any, ...]:
     return (last := cluster.opened[-1]).entries(), last.events(0), last.is_behind, cluster.stored()
 
@@ -140,7 +75,10 @@ def test_jobs_are_taken_in_and_changed(cluster: Cluster) -> None:
     assert journal.change([Change("a", State.RUNNING, "again"), Change("a", spec={"x": [1]})], 9.0) == [emptied] * 2
     assert all_of(cluster) == before
     again = cluster.reopen()
-    assert all_of(cluster) == before
+    assert all_of(cluster)[:3] == before[:3]
+    *stored, withdrawal = cluster.stored()  # of an object that a kill might have left
+    assert stored == before[3]
+    assert json.loads((cluster.objects / withdrawal).read_text()) == {"entries": [], "withdrawn": [3]}
     again.add([("c", {})], 4.0)
     assert again.events(0)[-1].number == before[1][-1].number + 1
 
@@ -162,6 +100,15 @@ def test_illegal_changes_change_nothing(cluster: Cluster, journal: Journal, chan
         journal.change([Change("a", State.CANCELLED, spec={}), *changes], 3.0)
     assert all_of(cluster) == before
     assert cluster.reopen().entries() == before[0]
+
+
+def test_an_add_waits_for_the_disk_no_more_than_it_must(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an object, its folder and one commit: each may take as long as all that others write there."""
+    said, syncs, sync = list[str](), list[int](), os.fsync
+    journal._db.set_trace_callback(said.append)
+    monkeypatch.setattr(os, "fsync", lambda handle: (syncs.append(handle), sync(handle))[1])
+    journal.add([("b", SPEC)], 2.0)
+    assert (said.count("COMMIT"), len(syncs)) == (1, 2)
 
 
 @pytest.mark.parametrize("names", [["new", "a"], ["a"], ["new", "new"]])
@@ -361,6 +308,23 @@ def test_no_jobs_are_taken_in_while_the_storage_is_away(cluster: Cluster, away: 
     assert specs(journal) == [("a", SPEC), ("b", {"other": 1})] == specs(cluster.after_loss())
 
 
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_a_full_disk_gathers_no_halves(cluster: Cluster, journal: Journal, call: str) -> None:
+    def full(*about: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = sorted(cluster.objects.iterdir())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(OSError, match="No space left"):
+            journal.add([("b", SPEC)], 2.0)
+        assert not journal.flush()
+    assert sorted(cluster.objects.iterdir()) == before
+    while not journal.flush():
+        time.sleep(0.01)
+    assert specs(cluster.after_loss()) == [("a", SPEC)] == specs(journal)
+
+
 def test_an_end_stays_while_the_storage_is_away(cluster: Cluster, away: Away, journal: Journal, caplog: Log) -> None:
     journal.add([(name, SPEC) for name in "bc"], 1.0)
     away(True)
@@ -412,6 +376,12 @@ def test_jobs_that_were_refused_do_not_come_back(cluster: Cluster, files: Files)
     assert [event.name for event in cluster.opened[-1].events(0)] == ["b", "b"]
 
 
+def test_jobs_that_are_withdrawn_by_name_do_not_come_back(cluster: Cluster, journal: Journal) -> None:
+    journal.add([("b", SPEC)], 1.0)
+    (cluster.objects / f"{3:016d}-{'0' * 16}.json").write_text('{"entries": [], "withdrawn": ["a"]}')
+    assert specs(cluster.after_loss()) == [("b", SPEC)]
+
+
 @pytest.mark.parametrize(("kind", "moves"), [("mock", True), ("hdfs", True), ("s3", False), ("gcs", False)])
 def test_written_aside_and_moved_where_that_can_be(cluster: Cluster, files: Files, kind: str, moves: bool) -> None:
     files.type_name = kind
@@ -431,69 +401,3 @@ def test_no_storage_is_tried_for_long(cluster: Cluster, files: Files, storage: s
     assert files.asked("from_uri") == [(storage + added,)]
     assert b"secret" not in b"".join(path.read_bytes() for path in cluster.head.iterdir())
     cluster.reopen(storage.replace("secret", "changed"))
-
-
-COMMON = """
-import os, sys
-from pathlib import Path
-from tlora.actors.journal import Change, Journal
-from tlora.job import State
-journal = Journal(Path(sys.argv[1]), sys.argv[2])
-def finish(name):
-    journal.change([Change(name, state) for state in (State.ATTACHING, State.RUNNING, State.FINISHED)], 1.0)
-"""
-SUBMIT = """
-for i in range(100_000):
-    name = f"job-{os.getpid()}-{i}"
-    journal.add([(name, {"i": i})], 1.0)
-    print("added", name, flush=True)
-    finish(name)
-    print("finished", name, flush=True)
-"""
-KILLED = """
-put, where, act = Journal._put, *sys.argv[3:]
-journal.add([("a", {})], 1.0)
-def killed(self, *about):
-    where == "before" or put(self, *about)
-    os.kill(os.getpid(), 9)
-if where == "within":
-    os.replace = lambda *paths: os.kill(os.getpid(), 9)
-Journal._put = killed
-journal.add([("b", {})], 1.0) if act == "add" else finish("a")
-"""
-
-
-def start(cluster: Cluster, script: str, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", COMMON + script, str(cluster.head / "journal.db"), str(cluster.storage), *args]
-    return subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
-
-
-def test_what_was_acknowledged_is_there_after_a_kill(cluster: Cluster) -> None:
-    """At random moments, six times on one database. A new head then knows the same jobs."""
-    chance, head, added, finished = random.Random(0), cluster.head, set[str](), set[str]()
-    for _ in range(6):
-        with start(cluster, SUBMIT) as child:
-            assert child.stdout is not None
-            lines = [child.stdout.readline() for _ in range(chance.randrange(1, 30))]
-            time.sleep(chance.random() * 0.01)
-            child.send_signal(signal.SIGKILL)
-            lines += child.stdout.readlines()
-        for verb, name in (line.split() for line in lines if line.endswith("\n")):
-            {"added": added, "finished": finished}[verb].add(name)
-        states = {entry.name: entry.state for entry in cluster.open().entries()}
-        assert added <= states.keys()
-        assert {states[name] for name in finished} <= {State.FINISHED}
-        assert {entry.name: entry.state for entry in cluster.after_loss().entries()} == states
-        cluster.head = head
-    assert len(added) > 30
-
-
-@pytest.mark.parametrize("act", ["add", "finish"])
-@pytest.mark.parametrize("where", ["before", "within", "after"])
-def test_killed_beside_the_writing_of_an_object(cluster: Cluster, where: str, act: str) -> None:
-    """Both places say the same afterwards: a job that was not acknowledged is in neither, an end is in both."""
-    with start(cluster, KILLED, where, act) as child:
-        assert child.wait() == -signal.SIGKILL
-    expected = [("a", State.QUEUED if act == "add" else State.FINISHED, "")]
-    assert len(cluster.stored()) == 2 + (where == "after")
-    assert words(cluster.open()) == expected == words(cluster.after_loss())

@@ -1,4 +1,5 @@
-"""The scheduler's journal with S3's real client: on a server that goes away, hangs, breaks off, and comes back."""
+"""The scheduler's journal with the real clients of S3 and of Google's storage: on servers that go away, hang, break
+off, and come back."""
 
 import re
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import s3_server
+from gcs_server import GcsServer
 from s3_server import S3Server
 
 from tlora.actors.journal import Change, Entry, Journal
@@ -16,11 +18,14 @@ from tlora.job import State
 TO_THE_END = (State.ATTACHING, State.RUNNING, State.FINISHED)
 
 
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+Server = S3Server | GcsServer
+
+
+@pytest.fixture(params=[S3Server, GcsServer])
+def server(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for name, value in {**s3_server.KEYS, "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    made = S3Server()
+    made: Server = request.param()
     yield made
     made.answers.set()
     made.go_away()
@@ -29,7 +34,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
 class Heads:
     """One after the other, each with a disk of its own."""
 
-    def __init__(self, folder: Path, server: S3Server):
+    def __init__(self, folder: Path, server: Server):
         self.folder, self.opened, self.storage = folder, list[Journal](), server.address("bucket/path")
 
     def open(self) -> Journal:
@@ -38,7 +43,7 @@ class Heads:
 
 
 @pytest.fixture
-def heads(tmp_path: Path, server: S3Server) -> Iterator[Heads]:
+def heads(tmp_path: Path, server: Server) -> Iterator[Heads]:
     made = Heads(tmp_path, server)
     yield made
     for journal in made.opened:
@@ -61,7 +66,7 @@ def catch_up(journal: Journal) -> None:
         time.sleep(0.05)
 
 
-def test_a_new_head_knows_all_that_was_acknowledged(server: S3Server, heads: Heads, tmp_path: Path) -> None:
+def test_a_new_head_knows_all_that_was_acknowledged(server: Server, heads: Heads, tmp_path: Path) -> None:
     """The credentials come by the environment and stay there."""
     ClusterSpec(storage=heads.storage, outputs=str(tmp_path))
     journal, server.page = heads.open(), 7
@@ -78,20 +83,22 @@ def test_a_new_head_knows_all_that_was_acknowledged(server: S3Server, heads: Hea
     assert b"hush" not in b"".join(written)
 
 
-def test_an_object_is_one_request(server: S3Server, heads: Heads) -> None:
-    """So it is there or not, and nothing half-done is left in the bucket whatever is killed."""
+def test_an_object_is_there_or_not(server: Server, heads: Heads) -> None:
+    """Nothing half-done is left in the bucket whatever is killed: Google forgets what was begun."""
     journal = heads.open()
     server.asked.clear()
     journal.add([("a", {})], 1.0)
-    assert server.asked == ["PUT"]
+    assert server.asked == (["PUT"] if isinstance(server, S3Server) else ["POST uploadType", "PUT upload_id"])
 
 
-def test_a_server_that_is_gone_loses_nothing(server: S3Server, heads: Heads) -> None:
+def test_a_server_that_is_gone_loses_nothing(server: Server, heads: Heads) -> None:
     journal = heads.open()
     journal.add([("a", {}), ("b", {})], 1.0)
     server.go_away()
-    with pytest.raises(OSError, match=r"storage s3://bucket/path.*cannot be written: .*[Cc]onnect"):
+    with pytest.raises(OSError, match=r"storage (s3|gs)://bucket/path.*cannot be written: .*[Cc]onnect"):
         journal.add([("c", {})], 2.0)
+    with pytest.raises(OSError, match=r"storage (s3|gs)://bucket/path.*cannot be read: .*[Cc]onnect"):
+        heads.open()
     expected = {"a": State.FINISHED, "b": State.QUEUED}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tlora.actors.journal._PATIENCE_S", 0.1)
@@ -103,7 +110,7 @@ def test_a_server_that_is_gone_loses_nothing(server: S3Server, heads: Heads) -> 
     assert words(heads.open()) == {**expected, "c": State.QUEUED} == words(journal)
 
 
-def test_a_server_that_hangs_loses_nothing(server: S3Server, heads: Heads) -> None:
+def test_a_server_that_hangs_loses_nothing(server: Server, heads: Heads) -> None:
     """Nor does it hold anybody up. What it does when nobody waits for it any more is not believed."""
     journal = heads.open()
     journal.add([("a", {}), ("b", {})], 1.0)
@@ -126,13 +133,13 @@ def test_a_server_that_hangs_loses_nothing(server: S3Server, heads: Heads) -> No
 
 
 @pytest.mark.parametrize(("fault", "size"), [("unheard", 0), ("lost", 12_000_000)])
-def test_a_job_that_was_refused_is_not_there(server: S3Server, heads: Heads, fault: str, size: int) -> None:
+def test_a_job_that_was_refused_is_not_there(server: Server, heads: Heads, fault: str, size: int) -> None:
     """Its object came and nobody heard so, or lies there in parts that were never put together."""
     journal = heads.open()
     journal.add([("a", {})], 1.0)
     before = set(server.objects)
-    setattr(server, fault, "POST uploadId" if size else "PUT")
-    with pytest.raises(OSError, match=r"cannot be written: .* AWS Error"):
+    setattr(server, fault, "PUT upload_id|POST uploadId" if size else "PUT upload_id|PUT")
+    with pytest.raises(OSError, match=r"cannot be written: .*(AWS Error|google::cloud::Status)"):
         journal.add([("b", {"text": "x" * size})], 2.0)
     setattr(server, fault, "")
     assert (set(server.objects) > before, bool(server.uploads)) == (fault == "unheard", size > 0)
