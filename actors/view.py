@@ -38,8 +38,8 @@ class View:
         self._touched: dict[str, None] = {}
         self._bound: dict[str, str] = {}
         """Jobs that leave a worker for another, and that one: for plans they are there already."""
-        self._yielding: set[str] = set()
-        """Workers that leave for another base's sake, by whatever state that was planned."""
+        self._yielding: dict[str, str] = {}
+        """Workers that leave for another base's sake, and that base, by whatever state that was planned."""
         self._ranked: set[str] = set()
         """Candidates of sweeps, as of the last plan."""
 
@@ -61,7 +61,9 @@ class View:
         roster, changes = self._roster, []
         for name, place in list(self._bound.items()):
             entry, seen = roster.jobs[name], roster.workers.get(place)
-            is_there = seen is not None and not any(node in draining for node, _ in seen.report.processes)
+            is_there = seen is not None and place not in self._yielding
+            if seen is not None and any(node in draining for node, _ in seen.report.processes):
+                is_there = False
             if is_there and entry.wish == "moved":
                 continue
             del self._bound[name]
@@ -156,12 +158,14 @@ class View:
         state.yielding = self._yielding
         if before is not None:
             state.gathers_for, state.gathers_until_s = before.gathers_for, before.gathers_until_s
+            state.yields_until_s = before.yields_until_s
         return state
 
     def _groups(self, state: ClusterState, now_s: float, draining: Collection[str]) -> dict[str, Group]:
         """With their workers: those that have come or gone, or changed, are put right in the state."""
         roster = self._roster
-        self._yielding.intersection_update(roster.workers)
+        for name in self._yielding.keys() - roster.workers.keys():
+            del self._yielding[name]
         for name in state.workers.keys() - roster.workers.keys():
             self._lose(state, name, now_s)
         mine: dict[str, list[Worker]] = {name: [] for name in roster.groups}

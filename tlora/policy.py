@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from tlora import sizing
 from tlora.placement import Job, Model, Pool, Unmeasured, Worker, deal
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Planner:
         """Fill in the plan."""
         state = self.state
         self._age()
+        sizing.keep_what_nobody_needs(self.state)
         blocked = self._admit_overdue()
         arrived = sorted(state.arrived, key=lambda name: (state.key(state.jobs[name]), name))
         for name in arrived:
@@ -79,7 +81,7 @@ class Planner:
         """Jobs that have waited as long as they may, in order. Returns the bases where one still waits: there nobody
         else is let in, so that what becomes free is its."""
         blocked: set[str] = set()
-        for name in list(self.state.overdue):
+        for name in sorted(self.state.overdue, key=lambda name: self.state.jobs[name].late_s):
             job = self.state.jobs[name]
             is_out = job.base not in blocked and not self._admit(job, can_preempt=True)
             if is_out and job.name in self.state.pool(job.base).waiting.keys:  # else its user's quota holds it back
@@ -191,7 +193,7 @@ class Planner:
             if worker.base != base:
                 self.state.load_base(worker, base, self.now_s + self.costs.load_s)
                 self.made.loads[worker.name] = base
-                self.made.reasons[worker.name] = f"idle, and a job waits for {base}"
+                self.made.reasons[worker.name] = f"a job waits for {base}"
 
     def _loadable(self, base: str) -> list[str]:
         """Bases whose idle workers may load another. Those of a group keep theirs: it ends, and another starts."""
@@ -267,10 +269,10 @@ class Planner:
         is_known = not isinstance(state.pool(job.base).model, Unmeasured)
         if state.gathers_until_s > self.now_s:
             return state.gathers_for == job.base
-        if job.base in self._gathered:
+        if job.base in self._gathered or state.yielding:
             return False
         self._gathered.add(job.base)
-        if job.fewest > 1 or (state.groups is not None and (state.num_idle or self._comes_to(job.base))):
+        if job.fewest > 1 or (state.groups is not None and (state.num_idle or sizing.comes_to(state, job.base))):
             return False
         for base, pool in state.pools.items():
             if base == job.base or pool.waiting.items or state.width_of(base) < state.width_of(job.base):
@@ -293,13 +295,6 @@ class Planner:
                 state.gathers_for, state.gathers_until_s = job.base, self.now_s + _GATHERS_S
             return True
         return False
-
-    def _comes_to(self, base: str) -> bool:
-        """Whether a worker of this base may come without another one's leaving."""
-        state, groups = self.state, self.state.groups or {}
-        taken = sum(group.size * state.width_of(group.base) for group in groups.values())
-        coming = any(group.size > len(group.workers) for group in groups.values() if group.base == base)
-        return coming or taken + state.width_of(base) <= state.max_workers
 
     def _homes(self, worker: Worker, pool: Pool) -> tuple[list[tuple[Job, Worker]], float]:
         """Other workers for all jobs of one, and what joint speed that costs; none if one of them has to stay."""
@@ -370,23 +365,23 @@ class Planner:
         """For a job that has waited as long as it may, and whose base has no worker: those of other bases that lose the
         least, and where nobody had waited so long before it. In a cluster of groups they leave first, and it waits."""
         state = self.state
-        if state.groups is not None and (state.yielding or self._comes_to(job.base)):
-            return False
-        staying = [worker for worker in state.workers.values() if not worker.is_leaving]
-        if any(worker.base == job.base for worker in staying):
+        own = [worker for worker in state.workers.values() if worker.base == job.base]
+        if len(own) >= job.fewest or not sizing.needs_anothers(state, job.base, self.now_s):
             return False
         giving = [
             worker
-            for worker in staying
-            if all(other.can_move and other.late_s > job.late_s for other in worker.jobs.values())
+            for worker in state.workers.values()
+            if worker.base != job.base
+            and not worker.is_leaving
+            and all(other.late_s > job.late_s for other in worker.jobs.values())
+            and (state.groups is not None or all(other.can_move for other in worker.jobs.values()))
         ]
-        chosen = sorted(giving, key=lambda worker: (worker.speed, worker.name))[: job.fewest]
-        if len(chosen) < job.fewest:
-            return False
+        giving.sort(key=lambda worker: (state.width_of(worker.base), worker.speed, worker.name))
         if state.groups is not None:
-            for worker in chosen:
-                state.drain(worker, is_leaving=True)
-                state.yielding.add(worker.name)
+            sizing.let_yield(state, giving, job.base, self.now_s)
+            return False
+        chosen = [*(worker for worker in own if not worker.jobs and not worker.is_leaving), *giving][: job.fewest]
+        if len(chosen) < job.fewest:
             return False
         for other in {other.name: other for worker in chosen for other in worker.jobs.values()}.values():
             other.done_by(self.now_s)

@@ -130,8 +130,10 @@ class ClusterState(Placements):
         """When a job was submitted last."""
         self.gathers_for, self.gathers_until_s = "", -math.inf
         """The base for which a worker of another one is being freed, and until when that is waited for."""
-        self.yielding: set[str] = set()
-        """Workers that leave so that a base without one can have it. Those who keep it keep it with each state."""
+        self.yielding: dict[str, str] = {}
+        """Workers that leave, each so that a base without one can have it: kept from state to state."""
+        self.yields_until_s = -math.inf
+        """No other does before."""
         self.deadlines = Order()
         """Jobs by when they have waited as long as they may."""
         self.overdue: dict[str, None] = {}

@@ -5,7 +5,7 @@ for all bases, the next worker goes to the base whose waiting jobs would gain th
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
@@ -14,6 +14,9 @@ from tlora.placement import Claim, Unmeasured, Worker, deal
 
 if TYPE_CHECKING:
     from tlora.scheduling import ClusterState, Plan
+
+_YIELDS_S = 600.0
+"""In which a worker that yields has left, and one of another base has come in its place; no other yields meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
     """Complete a plan by what is to become of groups and workers."""
     homes = {group.base: group for group in groups.values()}
     wanted = {base for base, pool in state.pools.items() if pool.waiting.keys}
-    room = state.max_workers - sum(group.size * state.width_of(group.base) for group in groups.values())
+    room = state.max_workers - _taken(state)
     plan.demand.update({base: _demand(state, base) for base in state.pools})
     lacking = {base: _lacking(state, homes.get(base), base, count) for base, count in plan.demand.items()}
     idle_s = state.idle_s
@@ -70,6 +73,51 @@ def size_groups(state: "ClusterState", groups: Mapping[str, Group], plan: "Plan"
             plan.sizes[name] = _remaining(groups[name], leaves, plan)
             named = ", ".join(sorted(worker[:8] for worker in workers))
             plan.reasons[name] = f"{len(workers)} worker(s) without a job leave: {named}"
+
+
+def comes_to(state: "ClusterState", base: str) -> bool:
+    """Whether a worker of this base may come without another one's leaving."""
+    groups = state.groups or {}
+    coming = any(group.size > len(group.workers) for group in groups.values() if group.base == base)
+    return coming or _taken(state) + state.width_of(base) <= state.max_workers
+
+
+def needs_anothers(state: "ClusterState", base: str, now_s: float) -> bool:
+    """Whether nothing will bring this base a worker, unless another base's leave: also where there are fewer machines
+    than the cluster may have. One that has been let go for its sake is waited for a while."""
+    if state.groups is None:
+        return True
+    width, room = state.width_of(base), state.most_of(base)
+    if now_s < state.yields_until_s or width > state.max_workers or room < 1:
+        return False
+    return _taken(state) > room * width or not comes_to(state, base)
+
+
+def let_yield(state: "ClusterState", giving: Iterable[Worker], base: str, now_s: float) -> None:
+    """As many of these workers as one of this base takes the place of are to leave; none, if they are too few."""
+    chosen, freed = [], 0
+    for worker in giving:
+        if freed < state.width_of(base):
+            chosen.append(worker)
+            freed += state.width_of(worker.base)
+    if freed >= state.width_of(base):
+        state.yields_until_s = now_s + _YIELDS_S
+        for worker in chosen:
+            state.drain(worker, is_leaving=True)
+            state.yielding[worker.name] = base
+
+
+def keep_what_nobody_needs(state: "ClusterState") -> None:
+    """Workers that were to leave for a base of which no job has waited too long any more."""
+    late = {state.jobs[name].base for name in state.overdue}
+    for name, base in list(state.yielding.items()):
+        if base not in late:
+            del state.yielding[name]
+            state.drain(state.workers[name], is_leaving=False)
+
+
+def _taken(state: "ClusterState") -> int:
+    return sum(group.size * state.width_of(group.base) for group in (state.groups or {}).values())
 
 
 def _demand(state: "ClusterState", base: str) -> int:
@@ -114,29 +162,31 @@ def _allot(state: "ClusterState", lacking: Mapping[str, int], room: int) -> dict
         best = max(ranks, key=ranks.__getitem__)
         if room < state.width_of(best):
             own = sum(group.size for group in (state.groups or {}).values() if group.base == best)
-            if ranks[best][0] and (own + 1) * state.width_of(best) <= state.max_workers:
+            if ranks[best][0] > -math.inf and (own + 1) * state.width_of(best) <= state.max_workers:
                 break
             del ranks[best]
             continue
         asks[best] += 1
         room -= state.width_of(best)
-        ranks[best] = next(gains[best], (False, -math.inf, 0.0))
+        ranks[best] = next(gains[best], (-math.inf, -math.inf, 0.0))
         if asks[best] == lacking[best]:
             del ranks[best]
     return asks
 
 
-def _gains(state: "ClusterState", base: str) -> Iterator[tuple[bool, float, float]]:
-    """Of one more worker, then of another, with the waiting jobs that it would take: whether one has waited as long as
-    it may, their highest priority, and their joint speed for each of its GPUs. Of a base that nobody has measured the
-    first worker goes before those of others, for it tells; then each counts for one job alone."""
+def _gains(state: "ClusterState", base: str) -> Iterator[tuple[float, float, float]]:
+    """Of one more worker, then of another, with the waiting jobs that it would take: how early the first had waited as
+    long as it may, the higher the earlier; their highest priority, and their joint speed for each of its GPUs. Of a
+    base that nobody has measured the first worker goes before those of others, for it tells; then each counts for one
+    job alone."""
     pool, width = state.pools[base], state.width_of(base)
-    late = [name for name in state.overdue if name in pool.waiting.keys]
+    waiting = state.overdue.keys() & pool.waiting.keys.keys()
+    late = sorted(waiting, key=lambda name: (state.jobs[name].late_s, name))
     names = [*late, *(name for _, name in pool.waiting.items if name not in state.overdue)]
     at, is_first = 0, all(group.base != base for group in (state.groups or {}).values())
     while at < len(names):
         claims: list[Claim] = []
-        filled, priority, is_late = 0.0, -math.inf, names[at] in state.overdue
+        filled, priority, earliness = 0.0, -math.inf, -state.jobs[names[at]].late_s
         while at < len(names) and len(claims) < state.jobs_per_worker:
             job = state.jobs[names[at]]
             if claims and filled + job.need > pool.model.budgets[-1]:
@@ -147,7 +197,7 @@ def _gains(state: "ClusterState", base: str) -> Iterator[tuple[bool, float, floa
             speed = math.inf if is_first else 1.0
         else:
             speed = deal(pool.model, claims).speed
-        yield is_late, priority, speed / width
+        yield earliness, priority, speed / width
         is_first = False
 
 

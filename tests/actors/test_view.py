@@ -19,6 +19,7 @@ from tlora.actors.view import View
 from tlora.capacity import Capacity, Learner
 from tlora.errors import StateError
 from tlora.job import State
+from tlora.plan import Plan
 from tlora.scheduling import ClusterState
 
 MODEL = Capacity.of(made_up.content()).models["left"]
@@ -283,6 +284,89 @@ def test_a_worker_goes_to_a_base_without_one_whose_job_has_waited_as_long_as_it_
     assert roster.groups["g"].size == 1
     assert sum(map(bool, pair.places().values())) == 1, "one of those that wait has the worker that stays"
     desk.journal.close()
+
+
+def late_job(tmp_path: Path) -> tuple[Pair, dict[str, Any]]:
+    """Of a base without a worker, submitted long ago, and its spec."""
+    pair = Pair(tmp_path, are_together=False, **LONG)
+    spec = spec_of("late", base={"model": "other"}, **SMALL)
+    pair.desk.roster.submit([spec], pair.desk.now_s - 30 * 86400.0)
+    return pair, spec.model_dump(mode="json")["base"]
+
+
+def test_a_worker_that_leaves_for_the_earliest_is_not_given_back_to_those_that_it_had(tmp_path: Path) -> None:
+    """Though they be late themselves, urgent, and faster."""
+    pair, base = late_job(tmp_path)
+    roster, now_s = pair.desk.roster, pair.desk.now_s
+    roster.submit([spec_of(f"m{at}", priority=9, **LONG) for at in range(4)], now_s - 20 * 86400.0)
+    starts: list[str] = []
+    for _ in range(12):
+        plan = roster.plan(now_s)
+        starts += plan.starts
+        for name, size in plan.sizes.items():
+            roster.groups[name].size = size
+        for worker in plan.leaves.get("g", ()):
+            roster.dismiss(worker)
+        for started, size in plan.starts.items():
+            roster.groups[f"h{len(starts)}"] = GroupRecord(f"h{len(starts)}", started, size, now_s)
+        pair.say()
+    assert starts == [base_key(base)]
+    assert len(roster.workers) == 1
+    pair.desk.journal.close()
+
+
+def test_no_worker_leaves_for_a_base_that_the_cluster_is_too_small_for(tmp_path: Path) -> None:
+    pair, base = late_job(tmp_path)
+    pair.desk.roster.plans[base_key(base)] = Plan(shards=4)
+    pair.desk.roster.plan(pair.desk.now_s)
+    assert not pair.leaving()
+    pair.desk.journal.close()
+
+
+def test_a_worker_leaves_where_there_are_fewer_machines_than_workers_may_be(tmp_path: Path) -> None:
+    """The base's own group is started, and waits for a machine for ever. One leaves, and time is given."""
+    pair, _ = late_job(tmp_path)
+    roster = pair.desk.roster
+    roster.spec = roster.spec.model_copy(update={"max_workers": 8})
+    roster.room = [2]
+    roster._view.forget()
+    ((base, size),) = roster.plan(pair.desk.now_s).starts.items()
+    roster.groups["h"] = GroupRecord("h", base, size, pair.desk.now_s)
+    for _ in range(4):
+        plan = roster.plan(pair.desk.now_s)
+        assert len(pair.leaving()) <= 1
+        for worker in plan.leaves.get("g", ()):
+            roster.dismiss(worker)
+        roster.groups["g"].size = plan.sizes.get("g", roster.groups["g"].size)
+        pair.say()
+    assert len(roster.workers) == 1
+    pair.desk.journal.close()
+
+
+def test_a_worker_stays_if_the_job_that_it_was_to_leave_for_is_gone(tmp_path: Path) -> None:
+    pair, _ = late_job(tmp_path)
+    roster = pair.desk.roster
+    roster.plan(pair.desk.now_s)
+    assert len(pair.leaving()) == 1
+    roster.cancel(["late"], pair.desk.now_s)
+    for _ in range(4):
+        plan = roster.plan(pair.desk.now_s)
+        assert not plan.leaves
+        pair.say()
+    assert sorted(pair.places()[name] for name in "ab") == ["v", "w"]
+    pair.desk.journal.close()
+
+
+def test_jobs_that_are_being_taken_in_do_not_keep_their_worker(tmp_path: Path) -> None:
+    """Where short ones come and go, there is always one."""
+    pair, _ = late_job(tmp_path)
+    roster = pair.desk.roster
+    for name in "ab":
+        roster.jobs[name] = replace(roster.jobs[name], state=State.ATTACHING)
+        roster._view.touch(name)
+    roster.plan(pair.desk.now_s)
+    assert len(roster._view._yielding) == 1
+    pair.desk.journal.close()
 
 
 def test_jobs_that_gather_leave_their_worker_to_the_base_that_waits(tmp_path: Path) -> None:
