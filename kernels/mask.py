@@ -17,8 +17,6 @@ class _Number(tl.constexpr):  # type: ignore[misc]
     def __ne__(self, other: object) -> bool:
         return self.value != getattr(other, "value", other)  # type: ignore[no-any-return]
 
-    __hash__ = tl.constexpr.__hash__
-
 
 # Fields of a site (`tiles.Adapters`) and of a segment (`tiles.Tables`).
 A, B, GRAD_A, GRAD_B, RANK = (_Number(number) for number in range(5))

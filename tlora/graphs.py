@@ -7,7 +7,7 @@ that it was captured with. Called by the super-model, which says when what was c
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -30,28 +30,28 @@ _PART = 4
 class Graphs:
     """The shapes of one super-model. `most_rows`: of a tick that takes as long to launch as to compute.
 
-    A tick of fewer rows gains 1 − rows / `most_rows` of its launch by being replayed. It is captured once launching it
-    has cost as much more as a capture does: at most twice what knowing beforehand how often it comes would cost. Their
-    memory is one pool, which a larger tick after a smaller one makes larger by all that it takes: where it would be too
-    large, all is forgotten, and a tick that alone takes half of it is not captured any more."""
+    A tick of fewer rows gains 1 − rows / `most_rows` of its launch by being replayed. It is captured once it has lost
+    by being launched what a capture costs. All share one pool of memory, which a larger tick after a smaller one makes
+    larger by all that it takes: where it would be too large, all is forgotten and that tick captured first, so that the
+    others find room in it; one that takes too much by itself is not captured any more."""
 
-    def __init__(self, hidden: Callable[[Batch], torch.Tensor], most_rows: int):
-        self._hidden, self._most_rows = hidden, most_rows
+    def __init__(self, most_rows: int):
+        self._most_rows = self._too_large = most_rows
         self._sights: Counter[tuple[object, ...]] = Counter()
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._pool: Any = None
         self._pool_bytes = 0
         self._bytes_of_row = 0.0
-        self._too_large = most_rows
 
     def clear(self) -> None:
         """Forget all that was captured, and seen."""
-        self._graphs.clear()
         self._sights.clear()
-        self._pool, self._pool_bytes = None, 0  # one whose graphs are gone takes no new ones
+        self._drop()
+        self._too_large = self._most_rows
 
-    def find(self, batch: Batch) -> "_Graph | None":
-        """The graph for this batch's shape, captured when it is due; none before. The oldest of too many makes room."""
+    def find(self, batch: Batch, hidden: Callable[[Batch], torch.Tensor]) -> "_Graph | None":
+        """The graph of `hidden` for this batch's shape, captured when it is due; none before. The oldest of too many
+        makes room."""
         assert batch.rows.num_rows < self._most_rows
         key = (batch.rows.longest, batch.rows.training, *(tensor.shape for tensor in _tensors(batch)))
         if key not in self._graphs:
@@ -63,40 +63,45 @@ class Graphs:
                 return None
             if len(self._graphs) == _MOST:
                 del self._sights[oldest := next(iter(self._graphs))], self._graphs[oldest]
-            if (graph := self._capture(batch)) is None:
+            if (graph := self._capture(batch, hidden)) is None:
                 return None
             self._graphs[key] = graph
         return self._graphs[key]
 
-    def _capture(self, batch: Batch) -> "_Graph | None":
-        num_rows, before = batch.rows.num_rows, 0
-        try:
-            if not self._bytes_of_row:
-                self._bytes_of_row = _warm(self._hidden, batch) / num_rows
-            if torch.cuda.mem_get_info()[0] < 2.0 * num_rows * self._bytes_of_row:
-                torch.cuda.empty_cache()  # while a graph is captured nothing can be given back
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            before = torch.cuda.memory_reserved()
-            graph = _Graph(self._hidden, batch, self._pool)
-        except RuntimeError as error:  # no memory, above all
-            if not self._graphs:
-                log.warning("ticks of %d rows and more are launched kernel by kernel: %s", num_rows, error)
-                self._too_large = num_rows
+    def _capture(self, batch: Batch, hidden: Callable[[Batch], torch.Tensor]) -> "_Graph | None":
+        """Beside the others if they leave room for it, else in their place."""
+        graph = self._within(batch, hidden)
+        if graph is None and self._graphs:
             self._give_back()
-            return None
-        grown, most = torch.cuda.memory_reserved() - before, torch.cuda.mem_get_info()[1] // _PART
-        self._pool_bytes += grown
-        if self._pool_bytes <= most:
-            return graph
-        if 2 * grown > most:
-            self._too_large = num_rows
-        del graph
-        self._give_back()
+            graph = self._within(batch, hidden)
+        if graph is None:
+            self._give_back()
+            self._too_large = batch.rows.num_rows
+            log.warning("ticks of %d rows and more are launched: a graph of them has no room", batch.rows.num_rows)
+        return graph
+
+    def _within(self, batch: Batch, hidden: Callable[[Batch], torch.Tensor]) -> "_Graph | None":
+        """Captured, unless the device has no memory for it, or all take too much."""
+        if not self._bytes_of_row:
+            self._bytes_of_row = _warm(hidden, batch) / batch.rows.num_rows
+        if torch.cuda.mem_get_info()[0] < 2.0 * batch.rows.num_rows * self._bytes_of_row:
+            torch.cuda.empty_cache()  # while a graph is captured nothing can be given back
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        before = torch.cuda.memory_reserved()
+        with suppress(torch.OutOfMemoryError):
+            graph = _Graph(hidden, batch, self._pool)
+            self._pool_bytes += max(torch.cuda.memory_reserved() - before, 0)
+            if self._pool_bytes <= torch.cuda.mem_get_info()[1] // _PART:
+                return graph
         return None
 
     def _give_back(self) -> None:
-        self.clear()
+        self._drop()
         torch.cuda.empty_cache()
+
+    def _drop(self) -> None:
+        self._graphs.clear()
+        self._pool, self._pool_bytes = None, 0  # one whose graphs are gone takes no new ones
 
 
 @cache
@@ -110,14 +115,16 @@ def _warm(hidden: Callable[[Batch], torch.Tensor], batch: Batch) -> int:
     """What is made at the first run on a stream is made outside a graph. Returns the bytes that a pass holds, about."""
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        before = torch.cuda.memory_allocated()
-        output = hidden(batch)
-        held = torch.cuda.memory_allocated() - before
-        output.backward(torch.zeros_like(output))
-    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            before = torch.cuda.memory_allocated()
+            output = hidden(batch)
+            held = torch.cuda.memory_allocated() - before
+            output.backward(torch.zeros_like(output))
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)
     del output
-    torch.cuda.empty_cache()  # of that stream alone
+    torch.cuda.empty_cache()  # what that stream keeps no other one can have
     return max(held, 1)
 
 

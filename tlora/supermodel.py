@@ -91,7 +91,7 @@ class SuperModel:
         if spread:
             self._stack = self._stacked(spread)
         model.enable_input_require_grads()
-        self._graphs = Graphs(self._hidden_of, self.small_rows)
+        self._graphs = Graphs(self.small_rows)
         self._seen_tables: tuple[object, ...] = ()
         with torch.compiler.set_stance("force_eager"):
             self._check()
@@ -112,11 +112,13 @@ class SuperModel:
         """Make an adapter resident; returns its slot."""
         slot = next(slot for slot in range(len(self.residents) + 1) if slot not in self.residents)
         self.residents[slot] = state
-        for module in self._mixed.values():
-            module.bundle.adapters.reserve(slot)
-        for name, site in state.sites():
-            self._mixed[name].bundle.adapters.place(self._mixed[name].index, slot, site)
-        self._fit_ranks()
+        try:
+            for module in self._mixed.values():
+                module.bundle.adapters.reserve(slot)
+            for name, site in state.sites():
+                self._mixed[name].bundle.adapters.place(self._mixed[name].index, slot, site)
+        finally:  # tables may have grown, and captured ticks read the old ones
+            self._fit_ranks()
         return slot
 
     def remove(self, slot: int) -> AdapterState:
@@ -131,7 +133,7 @@ class SuperModel:
         """Forward and backward. Adds to the residents' gradients; returns each item's weighted loss [S]."""
         if self._stack is not None:
             return self.train_slices([batch])[0]
-        if self.is_small(batch.rows.num_rows) and (graph := self._graphs.find(batch)):
+        if self.is_small(batch.rows.num_rows) and (graph := self._graphs.find(batch, self._hidden_of)):
             losses_S, d_hidden = self._loss(graph.forward(batch), batch, with_gradient=True)
             assert d_hidden is not None
             graph.backward(d_hidden)
