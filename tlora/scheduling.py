@@ -6,7 +6,7 @@ paper's second key, the residual, is left out there); its partner is found by a 
 capacity; it joins if the joint throughput beats that apart and everybody stays within its
 bound. What the paper leaves open is ours: urgency is shortness (in GPU-seconds, of jobs that share), aged so that
 nobody starves; idle GPUs first, else what nobody misses, else what stretched jobs give back, else a merge, else the
-place of a job that has far longer to go.
+place of a job that has far longer to go; and where one has waited as long as it may, a worker of another base.
 """
 
 import math
