@@ -4,19 +4,24 @@ import os
 import shutil
 import signal
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 import toy
 
 from tlora.actors import group
 from tlora.actors.names import GROUP, MARK, NAMESPACE, SCHEDULER
 from tlora.actors.scheduler import connect
+from tlora.base import Outline
 from tlora.checkpoint import STATE, read_meta
 from tlora.client import Client
 from tlora.errors import ClusterError, StateError
 from tlora.job import State
+from tlora.plan import Plan
+from tlora.planner import SPARE, EstimatedCosts, Machine
 from tlora.spec import JobSpec
 from tlora.tracking import read_metrics
 
@@ -210,6 +215,32 @@ def test_a_worker_killed_mid_tick_takes_its_unit_along_and_no_other(client: Clie
     assert [(row["state"], row["attempt"]) for row in rows] == [("finished", 1), ("finished", 1), ("finished", 2)]
     assert other["pids"] in [unit["pids"] for unit in client.workers()]
     assert all(toy.off_alone(spec) < 1e-8 for spec in specs)
+
+
+@pytest.mark.usefixtures("_ray")
+@pytest.mark.parametrize(("room", "plan"), [(1.0, Plan()), (0.5, Plan(tensor=2))], ids=["one", "two"])
+def test_with_auto_a_base_is_held_by_as_many_workers_as_it_takes(tmp_path: Path, room: float, plan: Plan) -> None:
+    """`room`: 1: as much memory as the base and the job take on one worker, 0: on each of two."""
+    toy.write_base(tmp_path)
+    data = {"path": str(tmp_path / "rows.jsonl"), "max_length": 64}
+    spec = in_float64(tmp_path, "a", steps=6, data=data)
+    outline = Outline.load(spec.base)
+    costs = EstimatedCosts(
+        outline=outline, layouts=[outline.lay_out(spec.adapter)], machine=Machine(gpus=2), rows=64, dtype=torch.float64
+    )
+    least, most = (costs.memory(plan).total for plan in (Plan(tensor=2), Plan()))
+    memory = (least + room * (most - least) + 1024) / SPARE
+    connect(toy.cluster_spec(tmp_path, memory_gib=memory / 2**30))
+    client = Client()
+    client.submit([spec])
+    (row,) = client.wait(["a"])
+    assert row["state"] == State.FINISHED
+    (unit,) = client.workers()
+    assert (unit["plan"], len(unit["pids"])) == (asdict(plan), plan.ranks)
+    reasons = " ".join(event["reason"] for event in client.events(0, "a"))
+    assert (f"its base takes 2 workers: {plan}" in reasons) is (plan.ranks == 2)
+    assert toy.off_alone(spec) < 1e-8
+    client.down()
 
 
 @pytest.mark.parametrize("client", [{"plan": {"shards": 16}, "max_workers": 16}], indirect=True)
