@@ -98,7 +98,6 @@ class Member(Worker):
         """Beside the ticks: once a rank is out of memory, what this one has with others is broken off."""
         number, at = self._num_broken, self._broken_at
         if self._is_broken(at):
-            report = replace(report, most_rows=int(self._store.get(at)))
             with self._breaking:
                 if number == self._num_broken and not self.mesh.is_broken:
                     self.mesh.abort()
@@ -405,6 +404,8 @@ class Member(Worker):
     def _go_on_after(self, damage: Damage) -> None:
         """All ranks break off what they were at and meet again; ticks hold half as many rows then, and steps in flight
         begin anew. Where ticks cannot be smaller, the job of the longest sequence leaves."""
+        rows = int(self._store.get(self._broken_at))
+        self.mailbox.tell(replace(self.mailbox.report(), most_rows=rows))  # for those to come, should these not meet
         with self._breaking:
             self._num_broken += 1
         trainer, self._trainer, self._talks = self._group, None, 0

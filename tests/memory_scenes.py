@@ -11,8 +11,10 @@ from unit_scenes import Desk, play
 
 from tlora.actors.messages import JobReport
 from tlora.actors.worker import longest_of
+from tlora.errors import GroupError
 from tlora.group_trainer import GroupTrainer
 from tlora.job import State
+from tlora.parallel import Mesh
 from tlora.plan import Plan
 
 Seen = dict[str, JobReport]
@@ -128,3 +130,29 @@ def is_too_large_alone(plan: Plan, folder: Path) -> tuple[Seen, int]:
 
     with short_of_memory("_send_all", is_short):
         return play(plan, folder, scene), rows[0]
+
+
+def do_not_meet_again(plan: Plan, folder: Path) -> int:
+    """The second rank is out of memory, and then gone; rows of a tick that the first one has told the scheduler."""
+    meet, desks = Mesh.meet_again, list[Desk]()
+
+    def meets_in_vain(mesh: Mesh) -> None:
+        if mesh.rank == 1:
+            raise GroupError("gone")
+        mesh.timeout_s = 2.0
+        meet(mesh)
+
+    def scene(desk: Desk) -> Waits:
+        desks.append(desk)
+        desk.order(desk.job("one", steps=100_000))
+        yield lambda: False
+
+    def is_short(trainer: GroupTrainer, *_: Any) -> bool:
+        return trainer.mesh.rank == 1 and "one" in trainer.jobs
+
+    with short_of_memory("_send_all", is_short), patch.object(Mesh, "meet_again", meets_in_vain):
+        try:
+            play(plan, folder, scene)
+        except GroupError:
+            return desks[0].look().most_rows if desks else 0
+    raise AssertionError("it went on")

@@ -60,3 +60,8 @@ def test_a_job_too_large_alone_fails_with_the_numbers(ranks: Ranks, folder: Path
     assert f"out of memory in a tick of {rows} rows, the length of its longest sequence" in seen["large"].reason
     assert (seen["good"].state, seen["good"].attempt) == (State.FINISHED, 1)
     assert off(folder, "good", steps=8) < 1e-8
+
+
+def test_ranks_that_do_not_meet_again_have_told_the_scheduler(ranks: Ranks, folder: Path) -> None:
+    """The unit that follows is to send half as many rows."""
+    assert ranks.run(2, memory_scenes.do_not_meet_again, PLANS["shards"], folder) == [1024, 0]
