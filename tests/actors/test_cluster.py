@@ -218,28 +218,28 @@ def test_a_worker_killed_mid_tick_takes_its_unit_along_and_no_other(client: Clie
 
 
 @pytest.mark.usefixtures("_ray")
-@pytest.mark.parametrize(("room", "plan"), [(1.0, Plan()), (0.5, Plan(tensor=2))], ids=["one", "two"])
-def test_with_auto_a_base_is_held_by_as_many_workers_as_it_takes(tmp_path: Path, room: float, plan: Plan) -> None:
-    """`room`: 1: as much memory as the base and the job take on one worker, 0: on each of two."""
+def test_with_auto_a_base_is_held_by_as_many_workers_as_it_takes(tmp_path: Path) -> None:
+    """Two bases: for one job a worker has room, for the other's longer sequences only two together."""
     toy.write_base(tmp_path)
-    data = {"path": str(tmp_path / "rows.jsonl"), "max_length": 64}
-    spec = in_float64(tmp_path, "a", steps=6, data=data)
-    outline = Outline.load(spec.base)
-    costs = EstimatedCosts(
-        outline=outline, layouts=[outline.lay_out(spec.adapter)], machine=Machine(gpus=2), rows=64, dtype=torch.float64
-    )
-    least, most = (costs.memory(plan).total for plan in (Plan(tensor=2), Plan()))
-    memory = (least + room * (most - least) + 1024) / SPARE
-    connect(toy.cluster_spec(tmp_path, memory_gib=memory / 2**30))
+    shutil.copytree(tmp_path / "base", tmp_path / "other")
+    data = {"path": str(tmp_path / "rows.jsonl")}
+    short = in_float64(tmp_path, "short", data={**data, "max_length": 32})
+    other = {"model": str(tmp_path / "other"), "dtype": "float64"}
+    long = toy.named_job(tmp_path, "long", base=other, data={**data, "max_length": 64})
+    outline, both = Outline.load(long.base), Plan(tensor=2)
+    layouts, machine = [outline.lay_out(long.adapter)], Machine(gpus=2)
+    costs = EstimatedCosts(outline=outline, layouts=layouts, machine=machine, rows=64, dtype=torch.float64)
+    memory_bytes = sum(costs.memory(plan).total for plan in (Plan(), both)) / 2 / SPARE
+    connect(toy.cluster_spec(tmp_path, memory_gib=memory_bytes / 2**30, max_workers=3))
     client = Client()
-    client.submit([spec])
-    (row,) = client.wait(["a"])
-    assert row["state"] == State.FINISHED
-    (unit,) = client.workers()
-    assert (unit["plan"], len(unit["pids"])) == (asdict(plan), plan.ranks)
-    reasons = " ".join(event["reason"] for event in client.events(0, "a"))
-    assert (f"its base takes 2 workers: {plan}" in reasons) is (plan.ranks == 2)
-    assert toy.off_alone(spec) < 1e-8
+    client.submit([short, long])
+    assert [row["state"] for row in client.wait(["short", "long"])] == [State.FINISHED] * 2
+    plans = [(unit["plan"], len(unit["pids"])) for unit in client.workers()]
+    assert sorted(plans, key=str) == [(asdict(Plan()), 1), (asdict(both), 2)]
+    reasons = {name: " ".join(event["reason"] for event in client.events(0, name)) for name in ("short", "long")}
+    assert f"its base takes 2 workers: {both}" in reasons["long"]
+    assert "its base takes" not in reasons["short"]
+    assert all(toy.off_alone(spec) < 1e-8 for spec in (short, long))
     client.down()
 
 

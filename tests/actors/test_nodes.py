@@ -69,7 +69,7 @@ def unit_at(client: Client, name: str, step: int) -> dict[str, Any]:
 
 
 def test_ranks_on_two_nodes_train_and_one_that_is_killed_costs_a_restart(client: Client, folder: Path) -> None:
-    specs = [job(folder, name, 40) for name in ("one", "other")]
+    specs = [job(folder, name, 20) for name in ("one", "other")]
     client.submit(specs)
     unit = unit_at(client, "other", 6)
     assert len({*unit["nodes"]}) == 2
@@ -95,7 +95,7 @@ def speaks_at(pids: list[int]) -> set[str]:
 
 def test_a_unit_whose_node_is_lost_waits_for_another(client: Client, cluster: Cluster, folder: Path) -> None:
     """A job that is split over both nodes."""
-    spec = job(folder, "split", 30)
+    spec = job(folder, "split", 20)
     client.submit([spec])
     unit = unit_at(client, "split", 6)
     assert client.status(["split"])[0]["lanes"] == [0, 1]
