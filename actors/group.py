@@ -17,7 +17,7 @@ log = logging.getLogger("tlora")
 
 def _train(options: dict[str, Any]) -> None:
     """The worker's function, by way of one that a scheduler can name without torch."""
-    from tlora.actors.worker import train
+    from tlora.actors.process import train
 
     train(options)
 

@@ -44,7 +44,7 @@ class Report:
     others: tuple[tuple[str, int], ...] = ()
     """Nodes and process ids of the rest of its unit."""
     most_rows: int = 0
-    """Of a tick that a unit which ran out of memory may try next; 0: it has not."""
+    """Of a lane's tick, since this unit ran out of memory; 0: it has not."""
     plan: Plan | None = None
     """That its base needs, for which it has no room by itself."""
     base_loads: int = 0
@@ -112,7 +112,9 @@ class WorkerOptions:
     most_workers: int = 0
     """0: that plan is settled; else a worker without room for the base says which of up to so many it needs."""
     per_node: int = 8
-    """GPUs of a node."""
+    """Workers for which a node has room."""
+    memory_bytes: int = 0
+    """That its base and jobs may take, by the estimate; 0: its GPU's, and a CPU's is not looked at."""
     token_budget: int = 0
     deterministic: bool = False
     checkpointing: bool = False

@@ -256,7 +256,11 @@ class _Told(ScalingPolicy):
     """As many units as the scheduler says."""
 
     def __init__(self, scaling_config: ScalingConfig, size: int, in_place: bool, plan: Plan):
-        super().__init__(scaling_config)
+        self.resources = dict(scaling_config._resources_per_worker_not_none)
+        lane = {name: amount * plan.tensor for name, amount in self.resources.items()}
+        super().__init__(
+            dataclasses.replace(scaling_config, resources_per_worker=lane)
+        )  # what is asked for lies on one node
         self.size, self.in_place, self.plan = size, in_place, plan
         self.pending: list[PlacementGroup] = []
         """Of units that are to come."""
@@ -264,12 +268,9 @@ class _Told(ScalingPolicy):
         self.leaving: set[tuple[str, int]] = set()
         """Nodes and process ids of one worker or more of each unit that is to go."""
 
-    @property
-    def resources(self) -> dict[str, float]:
-        return dict(self.scaling_config._resources_per_worker_not_none)
-
     def _get_num_workers_for_resource_request(self) -> int:
-        return int(self.size * self.plan.ranks)
+        """Lanes."""
+        return int(self.size * self.plan.lanes)
 
     def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
         """A start: of one unit, which the others join as there is room for them."""
@@ -282,7 +283,7 @@ class _Told(ScalingPolicy):
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
         self._maybe_send_resource_request()
         if not self.in_place:
-            wanted = self._get_num_workers_for_resource_request()
+            wanted = self.size * self.plan.ranks
             return (
                 NoopDecision() if worker_group_state.num_workers == wanted else ResizeDecision(wanted, self.resources)
             )

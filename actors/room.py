@@ -55,7 +55,7 @@ class Room:
         Raises ModelError if all that there may be are too few. Activations are estimates, so that a base whose weights
         have room is tried."""
         options = self._options
-        if self.needs is None and options.most_workers and (memory := memory_bytes(self._device)):
+        if self.needs is None and options.most_workers and (memory := self._memory_bytes):
             outline = Outline.load(self._base)
             machine = Machine(gpus=options.most_workers, per_node=options.per_node, memory_bytes=memory)
             rows = options.token_budget or spec.data.max_length
@@ -72,15 +72,21 @@ class Room:
     def refuse_beside(self, outline: Outline, layouts: Sequence[AdapterLayout], rows: int) -> None:
         """Raise MemoryError if these adapters, the last of them to come, have no room together, though ticks be as
         small as their longest sequence, of so many rows."""
-        room = SPARE * memory_bytes(self._device)
+        room, plan = SPARE * self._memory_bytes, self._options.plan
         if not room or len(layouts) == 1:
             return
-        need = self._costs(outline, layouts, rows, Machine(gpus=1)).memory(Plan()).total
+        costs = self._costs(outline, layouts, rows, Machine(gpus=plan.ranks))
+        part = costs.memory(plan)
+        need = part.total - part.adapters + costs.memory(Plan()).adapters  # for all of them lie here
         if need > room:
             raise MemoryError(
                 f"its adapter beside {_others(len(layouts) - 1)} takes about {need / 2**30:.1f} GiB, the base and the "
                 f"smallest tick with it; there are {room / 2**30:.1f}"
             )
+
+    @property
+    def _memory_bytes(self) -> int:
+        return self._options.memory_bytes or memory_bytes(self._device)
 
     def _costs(self, outline: Outline, layouts: Sequence[AdapterLayout], rows: int, machine: Machine) -> EstimatedCosts:
         return EstimatedCosts(
@@ -98,12 +104,16 @@ class Room:
         self._tried.add((name, attempt, beside))
         return is_first
 
-    def crowd(self, name: str, told: JobReport, beside: frozenset[str], error: Exception) -> None:
+    def crowd(self, name: str, told: JobReport, beside: frozenset[str], error: object) -> None:
         """A job is to wait until one of those is gone beside which it has no room; `told`: how far it has come."""
         reason = f"waits for room beside {_others(len(beside))}: {error}"
         log.warning("job=%s group=%s %s", name, self._options.group, reason)
         told = replace(told, state=State.ATTACHING, reason=reason, tokens_per_s=0.0)
         self._crowded[name] = _Crowded(beside, told)
+
+    def admit(self, name: str) -> None:
+        """It has come in: it does not wait any more."""
+        self._crowded.pop(name, None)
 
     def is_crowded(self, name: str, neighbours: Collection[str]) -> bool:
         return name in self._crowded and self._crowded[name].beside.issubset(neighbours)

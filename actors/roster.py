@@ -448,12 +448,12 @@ class Roster:
         """Every job is to leave its worker, and to wait for another."""
         self._change([Change(name, wish="moved") for name in self.placed() if not self.jobs[name].wish], now_s)
 
-    def forget_group(self, name: str, now_s: float) -> None:
+    def forget_group(self, name: str, now_s: float, reason: str = "its group has ended") -> None:
         """Its workers are gone with it, and jobs that they still had wait again."""
         self.groups.pop(name, None)
         for worker in [worker for worker, seen in self.workers.items() if seen.report.group == name]:
             if self.jobs_at(worker):
-                self._lose(worker, "its group has ended", now_s)
+                self._lose(worker, reason, now_s)
             else:
                 del self.workers[worker]
 

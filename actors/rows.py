@@ -1,12 +1,14 @@
 """What users see of a roster, which calls it for `tlora status` and metrics: one mapping a job or worker, ready for
 JSON. No Ray, no torch."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tlora.actors.journal import Entry
 from tlora.job import State
 
 if TYPE_CHECKING:
+    from tlora.actors.records import Seen
     from tlora.actors.roster import Roster
 
 
@@ -24,6 +26,7 @@ def of_job(roster: "Roster", entry: Entry) -> dict[str, Any]:
         "state": entry.state.value,
         "reason": waits or entry.reason,
         "group": seen.report.group if seen else "",
+        "plan": _plan(roster, seen),
         "worker": entry.place[:8],
         "attempt": entry.attempt,
         "halts": bool(entry.halt),
@@ -47,9 +50,11 @@ def of_workers(roster: "Roster") -> list[dict[str, Any]]:
     return [
         {
             "group": seen.report.group,
+            "plan": _plan(roster, seen),
             "worker": name[:8],
             "rank": seen.report.rank,
             "node": seen.report.node,
+            "nodes": [node for node, _ in seen.report.processes],
             "pid": seen.report.pid,
             "pids": [pid for _, pid in seen.report.processes],
             "base_loads": seen.report.base_loads,
@@ -62,3 +67,9 @@ def of_workers(roster: "Roster") -> list[dict[str, Any]]:
         }
         for name, seen in roster.workers.items()
     ]
+
+
+def _plan(roster: "Roster", seen: "Seen | None") -> dict[str, int]:
+    """How the workers of a unit hold their base."""
+    group = roster.groups.get(seen.report.group) if seen else None
+    return asdict(group.plan) if group else {}

@@ -355,6 +355,7 @@ class Scheduler:
             base=BaseSpec.model_validate_json(base).model_dump(),
             plan=plan,
             most_workers=self._spec.max_workers if is_open else 0,
+            memory_bytes=int(self._spec.memory_gib * 2**30),
             token_budget=self._spec.token_budget,
             deterministic=self._spec.deterministic,
             checkpointing=self._spec.checkpointing,
@@ -385,7 +386,7 @@ class Scheduler:
         group.end(name)
         with self._lock:
             self._untold.pop(name, None)
-            self._roster.forget_group(name, time.time())
+            self._roster.forget_group(name, time.time(), reason)
 
 
 def connect(spec: ClusterSpec | None = None) -> Any:

@@ -5,25 +5,26 @@ which a unit is one worker, and chooses the lanes of each job. What ranks have t
 behind a tick, once any of them has asked for one. All hear the same words there, and so decide alike, at one place.
 """
 
-import json
+import gc
 import logging
+import math
+import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
-from tlora.actors.worker import AGAIN_S, IDLE_S, Exchange, Worker, describe, describe_tick, is_for, may_pass
-from tlora.base import default_device
+from tlora.actors.messages import Order, Orders, Report, WorkerOptions
+from tlora.actors.talk import Damage, Lanes, Shortage, Wishes, Word, joined
+from tlora.actors.worker import AGAIN_S, IDLE_S, Exchange, Worker, describe, describe_tick, is_for, longest_of, may_pass
 from tlora.data import JobData, load_tokenizer
-from tlora.errors import GroupError, TloraError
-from tlora.group_trainer import ELSEWHERE, GroupTrainer
+from tlora.errors import GroupError, JobError, TloraError
+from tlora.group_trainer import GroupTrainer
 from tlora.job import JobRecord, State
 from tlora.parallel import Mesh
 from tlora.planner import place
@@ -34,41 +35,6 @@ from tlora.trainer import Trainer
 
 log = logging.getLogger("tlora")
 _TALK_S = 0.2
-_HEARD_S = 2.0
-"""In which the first rank passes on to the scheduler what another has left at their store."""
-_BESIDES_S = 60.0
-_MEMORY = "tlora-memory"
-Lanes = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the first rank wants of all."""
-
-    orders: Orders = field(default_factory=lambda: Orders(0))
-    lanes: dict[str, Lanes] = field(default_factory=dict)
-    """Of each job that has not ended."""
-    heard: Mapping[str, JobReport] = field(default_factory=dict)
-    """What the scheduler has heard of each job last."""
-    saves: frozenset[str] = frozenset()
-    """Jobs that are to be saved now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """What a rank brings to a talk."""
-
-    jobs: dict[str, JobReport] = field(default_factory=dict)
-    """Those that it leads, and those that failed here."""
-    ready: frozenset[tuple[str, int, Lanes]] = frozenset()
-    """Jobs that it could take in now, by attempt and lanes."""
-    leaving: frozenset[str] = frozenset()
-    """Jobs whose last files are being written: what became of them will be known here."""
-    applied: int = 0
-    lost: frozenset[int] = frozenset()
-    halts: dict[str, str] = field(default_factory=dict)
-    """Of those that it leads, candidates that are to halt, with why."""
-    wishes: Wishes | None = None
 
 
 @dataclass(slots=True)
@@ -93,7 +59,7 @@ class Member(Worker):
         super().__init__(options, number, node)
         mesh.join(range(mesh.plan.ranks))
         self.mesh, self._leads = mesh, mesh.rank == 0
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store, self._breaking, self._num_broken = _default_store(), threading.Lock(), 0
         report = self.mailbox.report()
         others = mesh.share((node, report.pid))[1:]
         self.mailbox.tell(replace(report, others=tuple(others)))
@@ -108,38 +74,44 @@ class Member(Worker):
         self._talked_s = 0.0
 
     def run(self, exchange: Exchange) -> None:
-        super().run(partial(self._pass_on, exchange) if self._leads else lambda report: None)
+        super().run(partial(self._pass_on, exchange))
 
     def step(self) -> bool:
         self._stepped_s = time.monotonic()
-        trainer = self._group
         try:
             return self._step()
-        except BaseException as error:
-            self._trainer = None  # without the others nothing can be saved: jobs go on from their last saves
-            if trainer is not None and isinstance(error, torch.OutOfMemoryError):
-                self._leave_word(trainer, error)
+        except torch.OutOfMemoryError as error:
+            damage = self._damage(str(error))
+            self._store.set(self._broken_at, str(self._next_rows()))
+        except GroupError:
+            if not self._is_broken(self._broken_at):
+                self._trainer = None  # without the others nothing can be saved: jobs go on from their last saves
+                raise
+            damage = self._damage()
+        except BaseException:
+            self._trainer = None
             raise
-
-    def _leave_word(self, trainer: GroupTrainer, error: Exception) -> None:
-        """At the store, as the others may hang in this tick: the unit that follows is to send half as many rows. Where
-        the longest sequence has a tick to itself already, its job fails."""
-        lengths = {name: longest_rows(job.data, job.per_sequence) for name, job in trainer.jobs.items()}
-        name = max(lengths, key=lambda name: lengths[name])
-        before, rows = trainer.token_budget, max(trainer.token_budget // 2, lengths[name])
-        text = f"out of memory in a tick of {before} rows, the length of its longest sequence"
-        reason = "" if rows < before else f"{text}. Lower data.max_length. ({error})"
-        log.warning("group=%s out of memory: ticks hold %d rows from now on", self.options.group, rows)
-        self._store.set(_MEMORY, json.dumps([rows, name, self._attempts[name], reason]))
-        time.sleep(_HEARD_S)
+        self._go_on_after(damage)  # out there, for an error holds what it met on its way
+        return False
 
     def _pass_on(self, exchange: Exchange, report: Report) -> Orders | None:
-        """With the word of a rank that ran out of memory."""
-        if self._store.check([_MEMORY]):
-            rows, name, attempt, reason = json.loads(self._store.get(_MEMORY))
-            failed = {name: JobReport(attempt, State.FAILED, reason)} if reason else {}
-            report = replace(report, most_rows=rows, jobs={**report.jobs, **failed})
-        return exchange(report)
+        """Beside the ticks: once a rank is out of memory, what this one has with others is broken off."""
+        number, at = self._num_broken, self._broken_at
+        if self._is_broken(at):
+            with self._breaking:
+                if number == self._num_broken and not self.mesh.is_broken:
+                    self.mesh.abort()
+        return exchange(report) if self._leads else None
+
+    @property
+    def _broken_at(self) -> str:
+        """Where a rank that is out of memory leaves word at their store: others may hang in this tick."""
+        return f"tlora-memory/{self._num_broken}"
+
+    def _is_broken(self, at: str) -> bool:
+        with suppress(RuntimeError):  # who keeps the store is gone
+            return bool(self._store.check([at]))
+        return False
 
     def _step(self) -> bool:
         trainer = self._group
@@ -193,14 +165,17 @@ class Member(Worker):
                 jobs[name] = self._ended[name]
             elif name not in here:
                 ready.add((name, reading.order.attempt, reading.lanes))
+        if self._leads:  # those who wait for room are the same on all
+            jobs |= {name: told for name, told in self._room.reports().items() if name not in jobs}
         for name, reading in self._reading.items():
             if self._is_lead(reading.lanes):
-                jobs[name] = JobReport(reading.order.attempt, State.ATTACHING, reading.reason)
+                told = self._room.told(name, reading.order.attempt)
+                jobs[name] = replace(told, reason=reading.reason or told.reason)
         for name, job in here.items():
             if name in self._led:
                 jobs[name] = describe(job, self._attempts[name], self._where(trainer, name))
         leaving = frozenset(trainer.leaving) if trainer else frozenset[str]()
-        if not self._reading and not leaving:
+        if not self._reading.keys() - self._room.reports().keys() and not leaving:
             self._applied = self._wishes.orders.number
         lost = trainer.lost if trainer else frozenset[int]()
         wishes = self._wish() if self._leads else None
@@ -234,6 +209,7 @@ class Member(Worker):
         self._told, self._talked_s, self._wishes = word, time.monotonic(), words[0].wishes
         orders = self._wishes.orders
         self._forget(orders, self._wishes.heard)
+        self._room.forget(orders)
         if (trainer := self._group) is not None:
             trainer.lose(frozenset[int]().union(*(each.lost for each in words)))
             self._let_go(trainer)
@@ -247,8 +223,9 @@ class Member(Worker):
             self._note(trainer.take_ended())
             self._deal_by(trainer, replace(orders, token_budget=-(-orders.token_budget // self.mesh.plan.lanes)))
             if orders.most_rows and trainer.jobs:
-                longest = max(longest_rows(job.data, job.per_sequence) for job in trainer.jobs.values())
-                trainer.token_budget = max(min(trainer.token_budget, orders.most_rows), longest)
+                trainer.token_budget = max(
+                    min(trainer.token_budget, orders.most_rows), *map(longest_of, trainer.jobs.values())
+                )
         if self._leads:
             self._report(words)
         return orders.stop and all(each.applied >= orders.number for each in words)
@@ -282,7 +259,7 @@ class Member(Worker):
         if self._trainer is None and any(name not in self._ended for name in lanes):
             try:
                 self._trainer = self._load()
-            except GroupError:
+            except (GroupError, torch.OutOfMemoryError):
                 raise
             except (TloraError, OSError, RuntimeError) as error:  # on all ranks alike
                 for name in lanes:
@@ -292,7 +269,7 @@ class Member(Worker):
             return
         here = trainer.jobs.keys() | trainer.leaving.keys()
         for name, where in lanes.items():
-            known = name in self._ended or name in self._reading
+            known = name in self._ended or name in self._reading or self._room.is_crowded(name, here)
             if self.mesh.lane in where and not known and name not in here:
                 self._begin(name, orders.jobs[name], where)
 
@@ -324,16 +301,57 @@ class Member(Worker):
         return True
 
     def _take_in(self, trainer: GroupTrainer, words: list[Word]) -> None:
-        for name, reading in sorted(self._reading.items()):
-            key = name, reading.order.attempt, reading.lanes
-            if all(key in words[rank].ready for rank in self.mesh.plan.ranks_of(reading.lanes)):
-                self._attach_together(trainer, name, reading)
+        """Jobs whose data all ranks of their lanes have read, if all of those have room for them."""
+        orders, plan = self._wishes.orders, self.mesh.plan
+        for key in sorted(frozenset().union(*(word.ready for word in words))):
+            name, attempt, lanes = key
+            if not is_for(orders, name, attempt) or self._wishes.lanes.get(name) != lanes:
+                continue
+            if all(key in words[rank].ready for rank in plan.ranks_of(lanes)):
+                reading = self._reading.get(name)
+                lack = self._lack(trainer, reading) if reading else None
+                lacks = [each for each in self.mesh.share(lack) if each is not None]
+                if not lacks:
+                    self._room.admit(name)
+                    if reading:
+                        self._attach_together(trainer, name, reading)
+                    continue
+                trainer.drop(name)
+                self._reading.pop(name, None)
+                self._crowd_together(lacks)
+
+    def _lack(self, trainer: GroupTrainer, reading: _Reading) -> Shortage | None:
+        """Of room for a job's vectors, and for a tick with its longest sequence, by the estimate."""
+        spec, outline = reading.spec, trainer.supermodel.outline
+        others = {**trainer.jobs, **trainer.leaving}
+        layouts = [*(outline.lay_out(job.spec.adapter) for job in others.values()), outline.lay_out(spec.adapter)]
+        datas = [reading.data.result(), *(job.data for job in others.values())]
+        text = ""
+        for _ in range(2):
+            try:
+                longest = max(longest_rows(data, trainer.supermodel.deterministic) for data in datas)
+                self._room.refuse_beside(outline, layouts, longest)
+                trainer.make(spec)
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                text = str(error)
+            else:
+                return None
+            trainer.supermodel.free_memory()
+        told = self._room.told(spec.name, reading.order.attempt)
+        return Shortage(spec.name, told, frozenset(others), text, f"out of memory, though alone: {text}")
+
+    def _crowd_together(self, lacks: list[Shortage]) -> None:
+        """On all ranks alike: a job waits until a neighbour is gone; where one rank has nothing else, it fails."""
+        lack = min(lacks, key=lambda lack: bool(lack.beside))
+        if lack.beside:
+            beside = frozenset[str]().union(*(each.beside for each in lacks))
+            self._room.crowd(lack.name, lack.told, beside, lack.text)
+        else:
+            self._end(lack.name, lack.told.attempt, JobError(lack.alone))
 
     def _attach_together(self, trainer: GroupTrainer, name: str, reading: _Reading) -> None:
         data = reading.data.result()
-        if not self.options.token_budget:
-            longest = longest_rows(data, trainer.supermodel.deterministic)
-            trainer.token_budget = max(trainer.token_budget, 2 * longest)
+        self._widen(trainer, longest_rows(data, trainer.supermodel.deterministic))
         self._attempts[name] = reading.order.attempt
         self._watch(name, reading.order)
         (self._led.add if self._is_lead(reading.lanes) else self._led.discard)(name)
@@ -341,7 +359,7 @@ class Member(Worker):
             trainer.attach(
                 reading.spec, data, resume=True, record=JobRecord(name), tokenizer=self._tokenizer, lanes=reading.lanes
             )
-        except GroupError:
+        except (GroupError, torch.OutOfMemoryError):
             raise
         except (TloraError, OSError, RuntimeError) as error:
             if self._may_wait(name, reading, error):
@@ -351,21 +369,86 @@ class Member(Worker):
         del self._reading[name]
 
     def _load(self) -> Trainer:
-        options = self.options
         self._tokenizer = load_tokenizer(self._base)
-        supermodel = SuperModel.load(
+        supermodel = self._load_base()
+        return GroupTrainer(supermodel, self.mesh, self._trainer_options(supermodel))
+
+    def _load_base(self) -> SuperModel:
+        self._loads += 1
+        options = self.options
+        return SuperModel.load(
             self._base, mesh=self.mesh, deterministic=options.deterministic, checkpointing=options.checkpointing
         )
-        self._loads += 1
-        return GroupTrainer(supermodel, self.mesh, self._trainer_options(supermodel))
+
+    def _next_rows(self) -> int:
+        """Half of what ticks hold; no fewer than the longest sequence takes."""
+        trainer = self._group
+        return max(trainer.token_budget // 2, *map(longest_of, trainer.jobs.values()), 0) if trainer else 0
+
+    def _damage(self, error: str = "") -> Damage:
+        trainer = self._group
+        if trainer is None:
+            return Damage({}, has_base=False, error=error)
+        jobs = {
+            name: (self._attempts[name], trainer.lanes(name), job.step, job.phase, job.is_settled)
+            for name, job in trainer.jobs.items()
+        }
+        largest = None
+        if error and jobs and (rows := self._next_rows()) == trainer.token_budget:
+            name = next(name for name, job in trainer.jobs.items() if longest_of(job) == rows)
+            told = describe(trainer.jobs[name], self._attempts[name], trainer.lanes(name))
+            text = f"out of memory in a tick of {rows} rows, the length of its longest sequence"
+            beside = frozenset(jobs.keys() | trainer.leaving.keys()) - {name}
+            largest = Shortage(name, told, beside, error, f"{text}. Lower data.max_length. ({error})")
+        return Damage(jobs, True, error, largest)
+
+    def _go_on_after(self, damage: Damage) -> None:
+        """All ranks break off what they were at and meet again; ticks hold half as many rows then, and steps in flight
+        begin anew. Where ticks cannot be smaller, the job of the longest sequence leaves."""
+        rows = int(self._store.get(self._broken_at))
+        self.mailbox.tell(replace(self.mailbox.report(), most_rows=rows))  # for those to come, should these not meet
+        with self._breaking:
+            self._num_broken += 1
+        trainer, self._trainer, self._talks = self._group, None, 0
+        base = None if trainer is None or self.mesh.shard_group is not None else trainer.supermodel
+        if trainer is not None:
+            del trainer.supermodel
+        self.mesh.leave()
+        gc.collect()
+        self.mesh.meet_again()
+        damages: list[Damage] = self.mesh.share(damage)
+        if trainer is None or not all(each.has_base for each in damages):
+            error = next(each.error for each in damages if each.error)
+            for name in self._wishes.lanes:
+                order = self._wishes.orders.jobs[name]
+                self._end(name, order.attempt, JobError(f"out of memory as the base was loaded: {error}"))
+            return
+        trainer.go_on_with(base or self._load_base())
+        self._trainer = trainer
+        for name in sorted(trainer.jobs):  # those that did not come to one place go on from their last saves
+            told = [damages[rank].jobs.get(name) for rank in self.mesh.plan.ranks_of(trainer.lanes(name))]
+            if told.count(told[0]) < len(told) or not trainer.jobs[name].is_settled:
+                trainer.release(name, keep=False)
+        self._shrink_together(trainer, damages)
+        trainer.supermodel.free_memory()
+        trainer.replay()
+
+    def _shrink_together(self, trainer: GroupTrainer, damages: list[Damage]) -> None:
+        lacks: dict[str, list[Shortage]] = {}
+        for each in damages:
+            if each.largest:
+                lacks.setdefault(each.largest.name, []).append(each.largest)
+        for name, those in sorted(lacks.items()):
+            if name in trainer.jobs:
+                trainer.release(name)
+            self._crowd_together(those)
+        if not lacks:
+            self._most_rows = trainer.token_budget = self._next_rows()
+            log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
 
     def _report(self, words: list[Word]) -> None:
         """What the unit has, to the scheduler: of what several say of a job, its end, and that with its reason."""
-        jobs: dict[str, JobReport] = {}
-        for word in words:
-            for name, told in word.jobs.items():
-                if name not in jobs or _weight(told) > _weight(jobs[name]):
-                    jobs[name] = told
+        jobs = joined(words)
         running = [name for name, told in jobs.items() if told.state is State.RUNNING]
         specs = [self._wishes.orders.jobs[name].spec for name in running if name in self._wishes.orders.jobs]
         numbers = describe_tick(self._last)
@@ -374,6 +457,7 @@ class Member(Worker):
         self.mailbox.tell(
             replace(
                 self.mailbox.report(),
+                most_rows=int(self._most_rows) if math.isfinite(self._most_rows) else 0,
                 base_loads=self._loads,
                 applied=min(word.applied for word in words),
                 jobs=jobs,
@@ -385,24 +469,5 @@ class Member(Worker):
         self.mailbox.changed.set()
 
 
-def _weight(told: JobReport) -> tuple[int, bool, bool, bool]:
-    return told.attempt, told.state.is_terminal, told.reason != ELSEWHERE, told.state is State.RUNNING
-
-
-def collective_s(options: WorkerOptions) -> float:
-    """The longest that a collective may take: ranks wait in one while another tries again to read or write a job's
-    files, or compiles."""
-    return min(options.stuck_after_s, options.patience_s + _BESIDES_S)
-
-
-def open_mesh(options: WorkerOptions, place: int, store: str) -> Mesh:
-    """With the other ranks of a unit, at the store that its first one keeps."""
-    host, _, port = store.rpartition(":")
-    timeout, torch_dist = timedelta(seconds=options.stuck_after_s), cast(Any, dist)
-    try:
-        kept = torch_dist.TCPStore(host, int(port), options.plan.ranks, is_master=place == 0, timeout=timeout)
-    except RuntimeError as error:
-        raise GroupError(f"rank {place}: no store at {store}: {error}. The unit starts anew.") from error
-    device = torch.device(options.device) if options.device else default_device()
-    times = {"timeout_s": collective_s(options), "loading_s": options.stuck_after_s}
-    return Mesh.open(options.plan, place, kept, device, **times)
+def _default_store() -> Any:
+    return dist.distributed_c10d._get_default_store()

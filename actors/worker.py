@@ -1,6 +1,6 @@
 """One GPU process of a group: a trainer, and a mailbox that is read between ticks.
 
-`train` is the function that Ray Train runs in it. A thread exchanges reports and orders with the scheduler, another
+Run by `tlora.actors.process`. A thread exchanges reports and orders with the scheduler, another
 reads the data and the saved state of jobs that are to come, and the trainer's own writes what is saved, so that the
 residents' ticks go on meanwhile. A scheduler that is away stops nothing.
 """
@@ -14,19 +14,17 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOptions
-from tlora.actors.names import NAMESPACE, SCHEDULER, STORE
 from tlora.actors.room import NoRoomError, Room
 from tlora.data import load_tokenizer
 from tlora.errors import JobError, StateError, TloraError
 from tlora.halting import Halts
 from tlora.job import JobRecord, State
 from tlora.local import Library
-from tlora.plan import Plan
 from tlora.resident import Phase, ResidentJob, longest_rows
 from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
@@ -216,7 +214,7 @@ class Worker:
         for name, job in trainer.jobs.items():
             job.share = job.spec.share * orders.shares.get(name, 1.0)
         if orders.token_budget and not self.options.token_budget and trainer.jobs:
-            longest = max(map(_longest, trainer.jobs.values()))
+            longest = max(map(longest_of, trainer.jobs.values()))
             trainer.token_budget = int(max(min(orders.token_budget, self._most_rows), longest))
 
     def _read(self, name: str, order: Order) -> None:
@@ -302,9 +300,7 @@ class Worker:
             self._attempts[name], self._saved_s[name] = coming.order.attempt, time.monotonic()
             self._watch(name, coming.order)
             trainer.admit(job)
-            longest = _longest(job)
-            room = longest if self.options.token_budget else int(min(2 * longest, max(self._most_rows, longest)))
-            trainer.token_budget = max(trainer.token_budget, room)
+            self._widen(trainer, longest_of(job))
         except NoRoomError as error:
             self._crowd(trainer, name, coming.order.attempt, error.error, error.beside)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -321,6 +317,11 @@ class Worker:
             self._end(name, coming.order.attempt, error)
         del self._coming[name]
         self.mailbox.changed.set()
+
+    def _widen(self, trainer: Trainer, longest: int) -> None:
+        """Ticks hold a sequence of so many rows: twice, where that is not known to be too much."""
+        room = longest if self.options.token_budget else int(min(2 * longest, max(self._most_rows, longest)))
+        trainer.token_budget = max(trainer.token_budget, room)
 
     def _crowd(self, trainer: Trainer, name: str, attempt: int, error: Exception, beside: frozenset[str]) -> None:
         """What a job that had no room comes to: it is read again, once, after memory was given back; then it waits."""
@@ -366,7 +367,7 @@ class Worker:
         trainer.replay()
         if is_halved:
             return
-        name = max(trainer.jobs, key=lambda name: _longest(trainer.jobs[name]))
+        name = max(trainer.jobs, key=lambda name: longest_of(trainer.jobs[name]))
         if others := self._others(name):
             self._room.crowd(name, describe(trainer.jobs[name], self._attempts[name]), frozenset(others), error)
             trainer.release(name)
@@ -379,7 +380,7 @@ class Worker:
     def _halve(self, trainer: Trainer) -> bool:
         """Half the token budget, unless the longest sequence needs it all."""
         trainer.supermodel.free_memory()
-        longest = max(map(_longest, trainer.jobs.values()), default=0)
+        longest = max(map(longest_of, trainer.jobs.values()), default=0)
         before, trainer.token_budget = trainer.token_budget, max(trainer.token_budget // 2, longest)
         self._most_rows = trainer.token_budget
         if trainer.token_budget < before:
@@ -419,7 +420,7 @@ def may_pass(error: Exception, has_patience: bool) -> bool:
     return isinstance(error, StateError) or (isinstance(error, OSError) and has_patience)
 
 
-def _longest(job: ResidentJob) -> int:
+def longest_of(job: ResidentJob) -> int:
     return longest_rows(job.data, job.per_sequence)
 
 
@@ -458,42 +459,3 @@ def describe_tick(tick: Tick | None) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def train(options: dict[str, Any]) -> None:
-    """Ray Train's function of a worker."""
-    import ray
-
-    per_node = max((int(node["Resources"].get("GPU", 0)) for node in cast(Any, ray).nodes()), default=0) or 1
-    given = WorkerOptions(**{**options, "plan": Plan(**options["plan"]), "per_node": per_node})
-    rank, node = ray.train.get_context().get_world_rank(), ray.get_runtime_context().get_node_id()
-    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads()))
-    if given.plan.ranks == 1:
-        Worker(given, rank, node).run(_scheduler_exchange())
-        return
-    from tlora.actors.unit import Member, open_mesh  # torch.distributed is none of a lone worker's business
-
-    number, place = divmod(rank, given.plan.ranks)
-    mesh = open_mesh(given, place, os.environ[STORE])
-    Member(given, number, node, mesh).run(_scheduler_exchange())
-    mesh.close()
-
-
-def _scheduler_exchange() -> Exchange:
-    """With the scheduler of this cluster, looked up again whenever it does not answer."""
-    import ray
-
-    known: list[Any] = []
-
-    def exchange(report: Report) -> Orders | None:
-        try:
-            if not known:
-                known.append(ray.get_actor(SCHEDULER, namespace=NAMESPACE))
-            orders: Orders = ray.get(known[0].exchange.remote(report), timeout=10.0)
-        except (ray.exceptions.RayError, ValueError):  # not there, dead, or too slow
-            known.clear()
-            time.sleep(_EXCHANGE_S)
-            return None
-        return orders
-
-    return exchange

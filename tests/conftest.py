@@ -17,7 +17,9 @@ if os.environ.get("TLORA_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-CLUSTERS = {"test_bare_machine", "test_chaos", "test_cluster", "test_cluster_sweep", "test_elastic", "test_front_doors"}
+CLUSTERS = {
+    f"test_{part}" for part in ("bare_machine", "chaos", "cluster", "cluster_sweep", "elastic", "front_doors", "nodes")
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

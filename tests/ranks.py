@@ -87,4 +87,5 @@ def _group(rank: int, count: int, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # else ranks did not meet again
+            dist.destroy_process_group()

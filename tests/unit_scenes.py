@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import toy
 
 from tlora import local
@@ -14,16 +13,23 @@ from tlora.actors.messages import JobReport, Order, Orders, Report, WorkerOption
 from tlora.actors.unit import Member
 from tlora.checkpoint import STATE, JobFolder, read_meta
 from tlora.data import JobData
-from tlora.errors import DataError, GroupError
-from tlora.group_trainer import GroupTrainer
+from tlora.errors import DataError
 from tlora.job import State
 from tlora.parallel import Mesh
 from tlora.plan import Plan
-from tlora.resident import longest_rows
 from tlora.spec import JobSpec
 
 Scene = Callable[["Desk"], Iterator[Callable[[], Any]]]
 """Gives orders, and says what it waits for."""
+
+
+PLANS = {"shards": Plan(shards=2), "parts": Plan(tensor=2), "replicas": Plan(replicas=2)}
+
+
+def off(folder: Path, name: str, **changes: object) -> float:
+    """How far a job's end is from that which it has alone."""
+    base = {"model": str(folder / "base"), "dtype": "float64"}
+    return toy.off_alone(toy.named_job(folder, name, base=base, **changes))
 
 
 class Desk:
@@ -160,36 +166,6 @@ def base_is_broken(desk: Desk) -> Iterator[Callable[[], Any]]:
     aside.rename(weights)
     desk.order(desk.job("late"))
     yield lambda: desk.has_ended("late")
-
-
-def out_of_memory(plan: Plan, folder: Path, is_least: bool) -> Report | None:
-    """One rank runs out of memory in its third tick, which may be the least that holds the longest sequence; what the
-    first told the scheduler."""
-    base = toy.named_job(folder, "a").base.model_dump()
-    given = WorkerOptions(group="g", base=base, plan=plan, device="cpu")
-    member = Member(given, 0, "node", Mesh(plan, timeout_s=25.0))
-    send, told, ticks = GroupTrainer._send_all, list[Report](), list[int]()
-
-    def refuse(trainer: GroupTrainer, *arguments: Any) -> None:
-        ticks.append(1)
-        if member.mesh.rank == 1 and trainer.jobs and len(ticks) > 2:
-            if is_least:
-                trainer.token_budget = max(longest_rows(job.data, job.per_sequence) for job in trainer.jobs.values())
-            raise torch.OutOfMemoryError("no memory")
-        send(trainer, *arguments)
-
-    def exchange(report: Report) -> Orders:
-        told.append(report)
-        return Orders(1, {"a": Order(toy.named_job(folder, "a", steps=1000).model_dump(mode="json"), 1)})
-
-    GroupTrainer._send_all = refuse  # type: ignore[method-assign]
-    try:
-        member.run(exchange)
-    except (torch.OutOfMemoryError, GroupError):
-        return next((report for report in told if report.most_rows), None)
-    finally:
-        GroupTrainer._send_all = send  # type: ignore[method-assign]
-    raise AssertionError("it went on")
 
 
 def held_elsewhere_and_saved_by_the_clock(desk: Desk) -> Iterator[Callable[[], Any]]:

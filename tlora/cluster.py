@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, mod
 
 from tlora.errors import SpecError
 from tlora.plan import Plan
-from tlora.spec import Count, PathText, Positive, Spec, explain, override, read_yaml
+from tlora.spec import Count, NotNegative, PathText, Positive, Spec, explain, override, read_yaml
 
 MOST_JOBS = 64
 """Of one unit: as many as its ranks can tell each other of."""
@@ -56,6 +56,8 @@ class ClusterSpec(Spec):
     gpus_per_worker: Annotated[int, Field(strict=True, ge=0, le=1)] = 1
     """0: workers train on CPUs."""
     cpus_per_worker: Positive = 1.0
+    memory_gib: NotNegative = 0.0
+    """That a worker's base and jobs may take, by the estimate; 0: its GPU's, and a CPU's is not looked at."""
     token_budget: Annotated[int, Field(strict=True, ge=0)] = 0
     """Most rows in a tick; 0: chosen for the device."""
     deterministic: bool = False

@@ -68,6 +68,8 @@ class GroupTrainer(Trainer):
         self.beside = on_gpu and mesh.plan.tensor > 1 and not supermodel.deterministic
         """Whether slices run at once, so that a job in several of them needs a gradient for each."""
         self._spares: dict[str, list[tuple[int, AdapterState]]] = {}
+        self._made: dict[str, AdapterState] = {}
+        """Vectors of jobs that are about to be attached."""
 
     def attach(
         self,
@@ -93,6 +95,7 @@ class GroupTrainer(Trainer):
         try:
             return super().attach(spec, data, resume=resume, record=record, tokenizer=tokenizer)
         finally:
+            self._made.pop(spec.name, None)
             held = None if spec.name in self.jobs else self._held.pop(spec.name, None)
             if held is not None and len(held.ranks) > 1:  # another rank may have taken it in
                 self._lost.add(number_of(spec.name))
@@ -122,7 +125,31 @@ class GroupTrainer(Trainer):
             self._tick_s, self._tick_rows, self._ahead_s, self._ahead_rows = self._ahead_s, self._ahead_rows, 0.0, 0
         return tick
 
+    def go_on_with(self, supermodel: SuperModel) -> None:
+        """After `Mesh.meet_again`, on every rank alike: the residents on this base, which may be the one before. What
+        ranks count of ticks begins anew: they may not all have come to the end of the last one. `replay` comes next."""
+        self.supermodel = supermodel
+        self._messages, self._controller = [], nanobatch.Controller()
+        self._turn = self.talk = self._asked = 0
+        for part in (self._tried, self._reduced, self._norms, self._spares):
+            part.clear()
+        for slot in list(supermodel.residents):
+            supermodel.remove(slot)
+        for name in sorted(self.jobs):
+            job = self.jobs[name]
+            job.slot, job.credit = supermodel.place(job.state), 0.0
+
+    def make(self, spec: JobSpec) -> None:
+        """The vectors of a job that `attach` is to take in: what may lack room is had before other ranks wait."""
+        self._made[spec.name] = self._new_state(spec)
+
+    def drop(self, name: str) -> None:
+        """What was made is not wanted."""
+        self._made.pop(name, None)
+
     def _new_state(self, spec: JobSpec) -> AdapterState:
+        if spec.name in self._made:
+            return self._made.pop(spec.name)
         if not self.supermodel.cuts:
             return super()._new_state(spec)
         whole = self.supermodel.outline.lay_out(spec.adapter)
@@ -209,13 +236,15 @@ class GroupTrainer(Trainer):
         self._led(job, partial(self._write_adapter, job, self._gathered(job), part))
 
     def _guard(self, job: ResidentJob, action: Callable[[], None]) -> None:
-        """A rank that is gone is no job's fault."""
-        failed: list[GroupError] = []
+        """A rank that is gone is no job's fault, nor is memory that runs out where others wait for this one."""
+        failed: list[Exception] = []
 
         def watched() -> None:
             try:
+                self.mesh.refuse_broken()
                 action()
-            except GroupError as error:
+            except (GroupError, torch.OutOfMemoryError) as error:
+                job.is_settled = False
                 failed.append(error)
 
         super()._guard(job, watched)
@@ -419,10 +448,10 @@ class GroupTrainer(Trainer):
         self._reduced.clear()
         if self._aside is not None:
             torch.cuda.current_stream().wait_stream(self._aside)
-        cut = [job for job in jobs if isinstance(job.state, SplitState)]
+        cut = {job.name: job.state for job in jobs if isinstance(job.state, SplitState)}
         if with_gradient and cut:
-            for job in cut:
-                self.mesh.sum_in_order(_partial(job.state), self.mesh.lane_ranks)
+            for state in cut.values():
+                self.mesh.sum_in_order(state.partial_grad, self.mesh.lane_ranks)
             self._measure(cut)
 
     def _reduce_split(self, job: ResidentJob, *, with_gradient: bool) -> None:
@@ -435,14 +464,13 @@ class GroupTrainer(Trainer):
             for vector, part in zip(vectors, joined.split([len(vector) for vector in vectors]), strict=True):
                 vector.copy_(part)
 
-    def _measure(self, jobs: list[ResidentJob]) -> None:
+    def _measure(self, states: dict[str, SplitState]) -> None:
         """Norms of whole gradients, of which each rank has a cut part: one number a job goes round."""
-        squares = torch.stack([square for job in jobs for square in _squares(job.state)]).view(-1, 2)
+        squares = torch.stack([square for state in states.values() for square in state.squares]).view(-1, 2)
         cut, common = squares.unbind(1)
         cut = cut.contiguous()
         self.mesh.sum_in_order(cut, self.mesh.lane_ranks)
-        for job, norm in zip(jobs, (cut + common).sqrt(), strict=True):
-            self._norms[job.name] = norm
+        self._norms.update(zip(states, (cut + common).sqrt(), strict=True))
 
     def _prepare(self, job: ResidentJob, updates: dict[str, Update]) -> None:
         super()._prepare(job, updates)
@@ -460,19 +488,3 @@ class GroupTrainer(Trainer):
             if name in self._norms:
                 norms[at] = self._norms.pop(name)
         return norms
-
-
-def _partial(state: AdapterState) -> torch.Tensor:
-    assert isinstance(state, SplitState)
-    return state.grad[state.partial]
-
-
-def _squares(state: AdapterState) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a gradient's cut part, and of what every rank has."""
-    assert isinstance(state, SplitState)
-    grad, common = state.grad, state.common
-    low, middle, high = (
-        torch.linalg.vector_norm(part, dtype=torch.float64).square()
-        for part in (grad[: common.start], grad[common], grad[common.stop :])
-    )
-    return low + high, middle

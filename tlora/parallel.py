@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tlora.errors import GroupError, TloraError
 from tlora.plan import Plan
@@ -37,16 +38,26 @@ class Mesh:
         if dist.get_world_size() != plan.ranks:
             raise GroupError(f"plan {plan}: want {plan.ranks} ranks; got {dist.get_world_size()}.")
         self.plan, self.rank, self.device, self.timeout_s = plan, dist.get_rank(), torch.device(device), timeout_s
-        self._loading_s, self._num_loaded = max(loading_s, timeout_s), 0
+        self._loading_s, self._num_loaded, self._num_met = max(loading_s, timeout_s), 0, 0
         self.lane, self.part = plan.lane_of(self.rank), self.rank % plan.tensor
+        self.lane_ranks = plan.ranks_of([self.lane])
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         """By channel and ranks."""
-        self.lane_ranks = plan.ranks_of([self.lane])
-        self.tensor_groups = tuple(self.group(self.lane_ranks, channel) for channel in range(CHANNELS))
-        replica = plan.replica_ranks(self.rank)
-        self.shard_group = self.group(replica[self.part :: plan.tensor])
+        self._circle_group: Group = None
+        self._kept_by_torch: list[dict[str, Any]] = []
+        """Of groups, in caches that outlive what was built on them."""
+        self.is_broken = False
+        """Whether this rank has broken off what it had with others: what it computes from then on is worth nothing."""
+        self._form(plan.replica_ranks(self.rank))
+
+    def _form(self, circle: Sequence[int]) -> None:
+        replica = self.plan.replica_ranks(self.rank)
+        self.tensor_groups: tuple[Group, ...] = tuple(
+            self.group(self.lane_ranks, channel) for channel in range(CHANNELS)
+        )
+        self.shard_group: Group = self.group(replica[self.part :: self.plan.tensor])
         self.circle: tuple[int, ...] = ()
-        self.join(replica)
+        self.join(circle)
 
     @classmethod
     def open(
@@ -60,23 +71,54 @@ class Mesh:
         loading_s: float = 0.0,
     ) -> "Mesh":
         """Make the default process group too, over a store of this group's own (a new prefix each time that its plan
-        changes): NCCL between GPUs, gloo between hosts."""
+        changes)."""
         device = torch.device(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        try:
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=plan.ranks, timeout=timedelta(seconds=timeout_s)
-            )
-        except RuntimeError as error:
-            raise GroupError(f"rank {rank}: a group of {plan.ranks} did not come together: {error}.") from error
+        _meet(device, store, rank, plan.ranks, timeout_s)
         return cls(plan, device, timeout_s=timeout_s, loading_s=loading_s)
 
     def close(self) -> None:
         """Leave all groups; the process, and what it has in memory, stays for the next plan."""
         self._groups.clear()
         dist.destroy_process_group()
+
+    def shards(self) -> DeviceMesh:
+        """The shard group, as FSDP takes it."""
+        assert self.shard_group is not None
+        mesh = DeviceMesh.from_group(self.shard_group, self.device.type)
+        self._kept_by_torch.append(getattr(mesh, "_pg_registry", {}))
+        return mesh
+
+    def abort(self) -> None:
+        """Break off all that this rank has with others, in whichever of its threads: there it raises GroupError, if its
+        backend can be told to."""
+        self.is_broken = True
+        for group in (dist.distributed_c10d._get_default_group(), *self._groups.values()):
+            group.abort()
+
+    def refuse_broken(self) -> None:
+        """Raise GroupError if it is: before what was computed is taken for good."""
+        if self.is_broken:
+            raise self._failed("a tick", self.circle, RuntimeError("it was broken off"))
+
+    def leave(self) -> None:
+        """Break off, and let go of all groups: those whom this rank keeps waiting raise GroupError, once nothing that
+        was built on these groups, such as a base of FSDP's, is left here. `meet_again` comes next."""
+        self.abort()
+        self._next_store = dist.distributed_c10d._get_default_store()
+        for group_by_name in self._kept_by_torch:
+            group_by_name.clear()
+        self.tensor_groups, self.shard_group, self._circle_group = (), None, None
+        self.close()
+
+    def meet_again(self) -> None:
+        """Once all ranks have left: form the same groups anew. Raises GroupError if they do not all come in time."""
+        self._num_met, self._num_loaded, self.is_broken = self._num_met + 1, 0, False
+        store = dist.PrefixStore(f"tlora-again/{self._num_met}", self._next_store)  # type: ignore[attr-defined]
+        self._await_all(store, "", self.timeout_s, "meeting again", range(self.plan.ranks))
+        _meet(self.device, store, self.rank, self.plan.ranks, self.timeout_s)
+        self._form(self.circle)
 
     def group(self, ranks: Sequence[int], channel: int = 0) -> Group:
         """The process group of these ranks; made at the first call, in which they all must take part."""
@@ -169,19 +211,26 @@ class Mesh:
         except (TloraError, OSError, RuntimeError) as error:
             failure = error
         self._num_loaded += 1
-        keys = [f"tlora-loaded/{self.circle}/{self._num_loaded}/{rank}" for rank in self.circle]
         store = dist.distributed_c10d._get_default_store()
-        with self._watched("loading", self.circle, self._loading_s):
-            store.set(keys[self.circle.index(self.rank)], "")
-            until_s = time.monotonic() + self._loading_s
-            while not store.check(keys):  # a wait would keep the store from this process's other threads
-                if time.monotonic() > until_s:
-                    raise RuntimeError("one is not done")
-                time.sleep(_LOOK_S)
+        self._await_all(
+            store, f"tlora-loaded/{self.circle}/{self._num_loaded}/", self._loading_s, "loading", self.circle
+        )
         for failed in self.share(failure):
             if failed is not None:
                 raise failed
         return result
+
+    def _await_all(self, store: Any, where: str, limit_s: float, what: str, ranks: Sequence[int]) -> None:
+        """Until each of these ranks has come here; a wait of the store's own would keep it from other threads."""
+        with self._watched(what, ranks, limit_s):
+            store.set(f"{where}{self.rank}", "")
+            until_s = time.monotonic() + limit_s
+            while not store.check([f"{where}{rank}" for rank in ranks]):
+                if self.is_broken:
+                    raise RuntimeError("it was broken off")
+                if time.monotonic() > until_s:
+                    raise RuntimeError("one is not done")
+                time.sleep(_LOOK_S)
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
@@ -207,6 +256,15 @@ class Mesh:
             f"rank {self.rank}: {what} between ranks {tuple(ranks)} failed: {why}. A rank is gone, or did not answer "
             f"within {limit_s or self.timeout_s:g} s. Start the group anew; its jobs go on from their last saves."
         )
+
+
+def _meet(device: torch.device, store: Any, rank: int, count: int, timeout_s: float) -> None:
+    """Make the default process group: NCCL between GPUs, gloo between hosts."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise GroupError(f"rank {rank}: a group of {count} did not come together: {error}.") from error
 
 
 def _is_between_ranks(error: RuntimeError) -> bool:

@@ -154,7 +154,7 @@ class Worker:
     ready_s: float = 0.0
     """When its base is loaded."""
     is_leaving: bool = False
-    """Its node is drained, or a base without a worker is to have its place: it gets no job, and gives up those it has."""
+    """Its node is drained, or a base without a worker gets its place: it gets no job, and gives up those it has."""
     group: str = ""
     idle_since_s: float | None = None
     """When its last job left; None while it has one."""

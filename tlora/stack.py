@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
@@ -177,7 +176,7 @@ class Stack:
 
     def _shard(self, mixed: dict[str, MixedLinear], is_tied: bool) -> None:
         """Cut every parameter of the layers, the embedding and the head over the ranks of the shard group."""
-        mesh = DeviceMesh.from_group(self._mesh.shard_group, self._mesh.device.type)  # type: ignore[arg-type]
+        mesh = self._mesh.shards()
         bundles: dict[Bundle, list[MixedLinear]] = {}
         for linear in sorted(mixed.values(), key=lambda linear: linear.index):
             bundles.setdefault(linear.bundle, []).append(linear)

@@ -338,6 +338,8 @@ class SuperModel:
                 after_y, again, after_z = (self._loss_of_last(texts) for texts in ([y, x], [y, x], [z, x]))
                 with torch.enable_grad():
                     self.train(self._probe([y, x]))
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, AttributeError, RuntimeError, ModelError) as error:
             raise ModelError(
                 f"{self.base.model}: a {type(self.model).__name__} cannot run on packed rows: {error}"

@@ -220,6 +220,21 @@ class SplitState(AdapterState):
         layout = AdapterLayout(tuple(site.mine for site in self.cut_sites), b_start=ends[2], size=at)
         super().__init__(layout, spec, seed=seed, device=mesh.device, dtype=dtype, is_drawn=False)
 
+    @property
+    def partial_grad(self) -> torch.Tensor:
+        return self.grad[self.partial]
+
+    @property
+    def squares(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the gradient's cut part, and of what every rank has."""
+        low, middle, high = (
+            torch.linalg.vector_norm(part, dtype=torch.float64).square()
+            for part in (
+                self.grad[: self.common.start], self.grad[self.common], self.grad[self.common.stop :],
+            )
+        )  # fmt: skip
+        return low + high, middle
+
     def sites(self) -> Iterator[tuple[str, Site]]:
         for (name, site), cut in zip(super().sites(), self.cut_sites, strict=True):
             yield name, replace(site, first_column=cut.first_column)

@@ -4,19 +4,24 @@ import os
 import shutil
 import signal
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 import toy
 
 from tlora.actors import group
 from tlora.actors.names import GROUP, MARK, NAMESPACE, SCHEDULER
 from tlora.actors.scheduler import connect
+from tlora.base import Outline
 from tlora.checkpoint import STATE, read_meta
 from tlora.client import Client
 from tlora.errors import ClusterError, StateError
 from tlora.job import State
+from tlora.plan import Plan
+from tlora.planner import SPARE, EstimatedCosts, Machine
 from tlora.spec import JobSpec
 from tlora.tracking import read_metrics
 
@@ -210,6 +215,32 @@ def test_a_worker_killed_mid_tick_takes_its_unit_along_and_no_other(client: Clie
     assert [(row["state"], row["attempt"]) for row in rows] == [("finished", 1), ("finished", 1), ("finished", 2)]
     assert other["pids"] in [unit["pids"] for unit in client.workers()]
     assert all(toy.off_alone(spec) < 1e-8 for spec in specs)
+
+
+@pytest.mark.usefixtures("_ray")
+def test_with_auto_a_base_is_held_by_as_many_workers_as_it_takes(tmp_path: Path) -> None:
+    """Two bases: for one job a worker has room, for the other's longer sequences only two together."""
+    toy.write_base(tmp_path)
+    shutil.copytree(tmp_path / "base", tmp_path / "other")
+    data = {"path": str(tmp_path / "rows.jsonl")}
+    short = in_float64(tmp_path, "short", data={**data, "max_length": 32})
+    other = {"model": str(tmp_path / "other"), "dtype": "float64"}
+    long = toy.named_job(tmp_path, "long", base=other, data={**data, "max_length": 64})
+    outline, both = Outline.load(long.base), Plan(tensor=2)
+    layouts, machine = [outline.lay_out(long.adapter)], Machine(gpus=2)
+    costs = EstimatedCosts(outline=outline, layouts=layouts, machine=machine, rows=64, dtype=torch.float64)
+    memory_bytes = sum(costs.memory(plan).total for plan in (Plan(), both)) / 2 / SPARE
+    connect(toy.cluster_spec(tmp_path, memory_gib=memory_bytes / 2**30, max_workers=3))
+    client = Client()
+    client.submit([short, long])
+    assert [row["state"] for row in client.wait(["short", "long"])] == [State.FINISHED] * 2
+    plans = [(unit["plan"], len(unit["pids"])) for unit in client.workers()]
+    assert sorted(plans, key=str) == [(asdict(Plan()), 1), (asdict(both), 2)]
+    reasons = {name: " ".join(event["reason"] for event in client.events(0, name)) for name in ("short", "long")}
+    assert f"its base takes 2 workers: {both}" in reasons["long"]
+    assert "its base takes" not in reasons["short"]
+    assert all(toy.off_alone(spec) < 1e-8 for spec in (short, long))
+    client.down()
 
 
 @pytest.mark.parametrize("client", [{"plan": {"shards": 16}, "max_workers": 16}], indirect=True)

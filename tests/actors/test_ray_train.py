@@ -311,3 +311,15 @@ def test_with_restarts_a_size_is_changed_by_ray_train_itself(monkeypatch: pytest
     if size == 3:
         assert type(decision) is ResizeDecision
         assert decision.num_workers == 3
+
+
+def test_an_autoscaler_is_asked_for_whole_lanes() -> None:
+    """Four nodes of one GPU each would hold none of four ranks."""
+    config, asked = ScalingConfig(num_workers=8, resources_per_worker={"CPU": 1.5}), list[Any]()
+    policy = _Told(config, 3, True, Plan(shards=2, tensor=4))
+    policy._coordinator_client = SimpleNamespace(
+        maybe_send_resource_request=lambda config, count: asked.append((config.resources_per_worker, count))
+    )
+    policy._maybe_send_resource_request()
+    assert asked == [({"CPU": 6.0}, 6)]
+    assert policy.resources == {"CPU": 1.5}

@@ -1,30 +1,25 @@
 """A unit's ranks, without Ray: whatever comes and goes, each job ends as it would have alone."""
 
+import socket
 from pathlib import Path
 
+import psutil
 import pytest
 import toy
 import unit_scenes
 from ranks import Ranks
+from unit_scenes import PLANS, off
 
+from tlora.actors.meeting import collective_s, interface_to
 from tlora.actors.messages import WorkerOptions
-from tlora.actors.unit import collective_s
 from tlora.job import State
 from tlora.plan import Plan
-
-PLANS = {"shards": Plan(shards=2), "parts": Plan(tensor=2), "replicas": Plan(replicas=2)}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     toy.write_base(tmp_path)
     return tmp_path
-
-
-def off(folder: Path, name: str, **changes: object) -> float:
-    """How far a job's end is from that which it has alone."""
-    base = {"model": str(folder / "base"), "dtype": "float64"}
-    return toy.off_alone(toy.named_job(folder, name, base=base, **changes))
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -70,13 +65,11 @@ def test_a_collective_that_hangs_is_found_out_in_minutes() -> None:
     assert collective_s(WorkerOptions(group="g", base=base, stuck_after_s=30.0)) == 30.0
 
 
-@pytest.mark.parametrize("is_least", [False, True])
-def test_out_of_memory_is_told_before_the_unit_ends(is_least: bool, ranks: Ranks, folder: Path) -> None:
-    """26: the next unit sends half as many rows; a job too large alone is the one that fails."""
-    told, _ = ranks.run(2, unit_scenes.out_of_memory, PLANS["shards"], folder, is_least)
-    if is_least:
-        assert told.jobs["a"].state is State.FAILED
-        assert f"out of memory in a tick of {told.most_rows} rows" in told.jobs["a"].reason
-    else:
-        assert told.most_rows == 1024
-        assert "a" not in told.jobs or not told.jobs["a"].state.is_terminal
+def test_ranks_speak_by_the_network_in_which_the_first_one_is() -> None:
+    """Not by that which their hosts' own names mean."""
+    names = {
+        each.address: name for name, addresses in psutil.net_if_addrs().items() for each in addresses
+        if each.family == socket.AF_INET
+    }  # fmt: skip
+    assert len(names) > 0
+    assert all(interface_to(address, 1) == name for address, name in names.items())

@@ -1,0 +1,67 @@
+"""26, for ranks: what has no room on one of them waits, or goes on in smaller ticks, on all; no rank hangs."""
+
+from pathlib import Path
+
+import memory_scenes
+import pytest
+import toy
+from ranks import Ranks
+from unit_scenes import PLANS, off
+
+from tlora.job import State
+from tlora.tracking import read_metrics
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    toy.write_base(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("plan", "where"),
+    [("shards", "_send_all"), ("parts", "_send_all end"), ("replicas", "_send_all"), ("shards", "_update end")],
+)
+def test_out_of_memory_in_a_tick_halves_those_of_all_ranks(plan: str, where: str, ranks: Ranks, folder: Path) -> None:
+    """Steps in flight begin anew; amid an optimizer step, that job goes on from its last save."""
+    (seen, first), (_, second) = ranks.run(2, memory_scenes.runs_short_once, PLANS[plan], folder, where, 1)
+    assert first == second == [1024, 2048]
+    for name, steps in memory_scenes.ONCE.items():
+        assert (seen[name].state, seen[name].attempt) == (State.FINISHED, 1)
+        rows = [row["step"] for row in read_metrics(folder / name) if "loss" in row]
+        assert rows == list(range(1, steps + 1))
+        assert off(folder, name, steps=steps, save_every=5) < 1e-8
+
+
+@pytest.mark.parametrize("is_too_large", [False, True])
+def test_a_job_without_room_beside_others_waits_until_they_have_left(
+    is_too_large: bool, ranks: Ranks, folder: Path
+) -> None:
+    (seen, _), (_, tries) = ranks.run(2, memory_scenes.has_no_room_beside_another, PLANS["parts"], folder, is_too_large)
+    assert tries == [1, 1, 0, 0] if is_too_large else [1, 1, 0]
+    if is_too_large:
+        assert (seen["comes"].state, seen["comes"].reason) == (
+            State.FAILED, "out of memory, though alone: no memory",
+        )  # fmt: skip
+    else:
+        assert seen["comes"].state is State.FINISHED
+        assert off(folder, "comes") < 1e-8
+
+
+def test_a_resident_without_room_for_its_own_tick_leaves_and_comes_back(ranks: Ranks, folder: Path) -> None:
+    seen, _ = ranks.run(2, memory_scenes.has_no_room_for_its_own_tick, PLANS["parts"], folder)
+    assert seen["a"].state is State.FINISHED
+    assert off(folder, "a", steps=20, save_every=1000) < 1e-8
+
+
+def test_a_job_too_large_alone_fails_with_the_numbers(ranks: Ranks, folder: Path) -> None:
+    (seen, _), (_, rows) = ranks.run(2, memory_scenes.is_too_large_alone, PLANS["shards"], folder)
+    assert seen["large"].state is State.FAILED
+    assert f"out of memory in a tick of {rows} rows, the length of its longest sequence" in seen["large"].reason
+    assert (seen["good"].state, seen["good"].attempt) == (State.FINISHED, 1)
+    assert off(folder, "good", steps=8) < 1e-8
+
+
+def test_ranks_that_do_not_meet_again_have_told_the_scheduler(ranks: Ranks, folder: Path) -> None:
+    """The unit that follows is to send half as many rows."""
+    assert ranks.run(2, memory_scenes.do_not_meet_again, PLANS["shards"], folder) == [1024, 0]
