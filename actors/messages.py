@@ -4,6 +4,7 @@ A worker says what it has (`Report`), and is told what it is to have (`Orders`).
 said again, and what is said twice changes nothing. A unit of several workers is one worker here.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +127,9 @@ class WorkerOptions:
     """File that is there unless the storage is away."""
     device: str | None = None
 
-    def next_save_s(self, took_s: float) -> float:
-        """From the beginning of a save that took so long to that of the next, which is there before more than
-        `save_every_s` of work could be lost; not before half of that, where files take longer."""
-        return max(self.save_every_s - took_s, self.save_every_s / 2.0)
+    def next_save_s(self, took_s: Iterable[float]) -> float:
+        """From the beginning of a save to that of the next, so that this is there before more than `save_every_s` of
+        work could be lost, if it takes as long as the longest of the last ones; half of that where files take longer,
+        or nothing was saved yet."""
+        longest_s = max(took_s, default=0.0)
+        return max(self.save_every_s - longest_s, self.save_every_s / 2.0) if longest_s else self.save_every_s / 2.0

@@ -197,8 +197,8 @@ class Member(Worker):
             self._lanes, self._lanes_of = place(loads, self.mesh.plan.lanes, self._lanes, most=most), keys
         now_s = time.monotonic()
         running = [name for name, job in told.items() if job.state is State.RUNNING]
-        after_s = {name: self.options.next_save_s(told[name].save_s) for name in running}
-        due = [name for name in running if now_s - self._saved_s.setdefault(name, now_s) >= after_s[name]]
+        after_s = self.options.next_save_s(job.save_s for job in told.values())
+        due = [name for name in running if now_s - self._saved_s.setdefault(name, now_s) >= after_s]
         return Wishes(orders, self._lanes, self.mailbox.acknowledged(), frozenset(due))
 
     def _talk(self) -> bool:

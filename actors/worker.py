@@ -344,9 +344,9 @@ class Worker:
         self._busy_s += tick.seconds
         self._last = tick
         self._note(tick.ended)
-        now_s = time.monotonic()
+        now_s, after_s = time.monotonic(), self.options.next_save_s(job.save_s for job in trainer.jobs.values())
         for name, job in list(trainer.jobs.items()):
-            if job.is_settled and now_s - self._saved_s[name] >= self.options.next_save_s(job.save_s):
+            if job.is_settled and now_s - self._saved_s[name] >= after_s:
                 self._saved_s[name] = now_s
                 trainer.save(name)
         self._note(trainer.take_ended())
