@@ -15,7 +15,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import RLock
@@ -341,15 +341,15 @@ class Journal:
         first = path if files.type_name in _OBJECT_STORES else f"{path}.incomplete"
         if isinstance(files, LocalFileSystem):
             try:
-                with open(first, "w") as file:
-                    file.write(batch)
-                    file.flush()
-                    os.replace(first, path)  # before both are synced, so that a disk's own journal is written once
+                Path(first).write_text(batch)
+                os.replace(first, path)  # before both are synced, so that a disk's own journal is written once
+                with open(path, "rb+") as file:
                     os.fsync(file.fileno())
                 sync_folder(Path(folder))
             except OSError:
                 for left in (first, path):
-                    Path(left).unlink(missing_ok=True)
+                    with suppress(OSError):
+                        os.unlink(left)
                 raise
             return
         with files.open_output_stream(first) as stream:
