@@ -82,13 +82,13 @@ class Graphs:
 
     def _within(self, batch: Batch, hidden: Callable[[Batch], torch.Tensor]) -> "_Graph | None":
         """Captured, unless the device has no memory for it, or all take too much."""
-        if not self._bytes_of_row:
-            self._bytes_of_row = _warm(hidden, batch) / batch.rows.num_rows
-        if torch.cuda.mem_get_info()[0] < 2.0 * batch.rows.num_rows * self._bytes_of_row:
-            torch.cuda.empty_cache()  # while a graph is captured nothing can be given back
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        before = torch.cuda.memory_reserved()
         with suppress(torch.OutOfMemoryError):
+            if not self._bytes_of_row:
+                self._bytes_of_row = _warm(hidden, batch) / batch.rows.num_rows
+            if torch.cuda.mem_get_info()[0] < 2.0 * batch.rows.num_rows * self._bytes_of_row:
+                torch.cuda.empty_cache()  # while a graph is captured nothing can be given back
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            before = torch.cuda.memory_reserved()
             graph = _Graph(hidden, batch, self._pool)
             self._pool_bytes += max(torch.cuda.memory_reserved() - before, 0)
             if self._pool_bytes <= torch.cuda.mem_get_info()[1] // _PART:

@@ -123,3 +123,14 @@ def test_cached_memory_is_given_back_where_a_graph_would_not_find_any(
     assert device.given_back == 0
     assert ticks(made, 21) == 3
     assert device.given_back == 1
+
+
+def test_a_first_pass_without_memory_is_no_capture(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm(hidden: object, batch: Batch) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "_warm", warm)
+    made = Graphs(1 << 30)
+    for _ in range(9):
+        assert made.find(batch_of({0: Job((100,), rank=2)}), hidden) is None
+    assert not captured
