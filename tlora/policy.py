@@ -72,7 +72,7 @@ class Planner:
             state.jobs[name].late_s = state.deadlines.keys[name]
             state.deadlines.drop(name)
             if not state.jobs[name].workers:
-                state.overdue[name] = None
+                state.overdue.put(name, state.jobs[name].late_s)
 
     def _someone_waits(self) -> bool:
         return any(pool.waiting.items for pool in self.state.pools.values())
@@ -81,7 +81,7 @@ class Planner:
         """Jobs that have waited as long as they may, in order. Returns the bases where one still waits: there nobody
         else is let in, so that what becomes free is its."""
         blocked: set[str] = set()
-        for name in sorted(self.state.overdue, key=lambda name: self.state.jobs[name].late_s):
+        for _, name in list(self.state.overdue.items):
             job = self.state.jobs[name]
             is_out = job.base not in blocked and not self._admit(job, can_preempt=True)
             if is_out and job.name in self.state.pool(job.base).waiting.keys:  # else its user's quota holds it back
@@ -405,14 +405,14 @@ class Planner:
         state.free(job, self.now_s)
         pool.wait(job, key)
         if job.is_overdue:
-            state.overdue[job.name] = None
+            state.overdue.put(job.name, job.late_s)
         self.made.reasons[job.name] = f"makes room for {other.name}, {why}; waits, saved"
 
     def _put(self, job: Job, workers: list[Worker], reason: str) -> None:
         state, pool = self.state, self.state.pool(job.base)
         pool.unwait(job.name)
         state.by_quota.get(job.user, {}).pop(job.name, None)
-        state.overdue.pop(job.name, None)
+        state.overdue.drop(job.name)
         pool.running.put(job.name, state.key(job))
         begin_s = max(self.now_s, *(worker.ready_s for worker in workers)) + self.costs.attach_s
         state.place(job, workers, begin_s, self.now_s)

@@ -136,7 +136,8 @@ class ClusterState(Placements):
         """No other does before."""
         self.deadlines = Order()
         """Jobs by when they have waited as long as they may."""
-        self.overdue: dict[str, None] = {}
+        self.overdue = Order()
+        """Jobs that wait and have waited as long as they may, by since when."""
         self.by_quota: dict[str, dict[str, None]] = {}
         """Jobs that wait for their user's quota, by user."""
 
@@ -199,7 +200,7 @@ class ClusterState(Placements):
             self._forget(job)
             self._wait(job)
             if job.is_overdue:
-                self.overdue[job.name] = None
+                self.overdue.put(job.name, job.late_s)
         self.freed.update(job.base for job in lost)
         return lost
 
@@ -228,7 +229,7 @@ class ClusterState(Placements):
         pool.running.drop(job.name)
         pool.stretched.drop(job.name)
         self.arrived.pop(job.name, None)
-        self.overdue.pop(job.name, None)
+        self.overdue.drop(job.name)
         self.by_quota.get(job.user, {}).pop(job.name, None)
 
     def key(self, job: Job) -> float:

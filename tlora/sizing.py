@@ -109,7 +109,7 @@ def let_yield(state: "ClusterState", giving: Iterable[Worker], base: str, now_s:
 
 def keep_what_nobody_needs(state: "ClusterState") -> None:
     """Workers that were to leave for a base of which no job has waited too long any more."""
-    late = {state.jobs[name].base for name in state.overdue}
+    late = {state.jobs[name].base for name in state.overdue.keys} if state.yielding else set()
     for name, base in list(state.yielding.items()):
         if base not in late:
             del state.yielding[name]
@@ -180,9 +180,8 @@ def _gains(state: "ClusterState", base: str) -> Iterator[tuple[float, float, flo
     base that nobody has measured the first worker goes before those of others, for it tells; then each counts for one
     job alone."""
     pool, width = state.pools[base], state.width_of(base)
-    waiting = state.overdue.keys() & pool.waiting.keys.keys()
-    late = sorted(waiting, key=lambda name: (state.jobs[name].late_s, name))
-    names = [*late, *(name for _, name in pool.waiting.items if name not in state.overdue)]
+    late = [name for _, name in state.overdue.items if name in pool.waiting.keys]
+    names = [*late, *(name for _, name in pool.waiting.items if name not in state.overdue.keys)]
     at, is_first = 0, all(group.base != base for group in (state.groups or {}).values())
     while at < len(names):
         claims: list[Claim] = []
