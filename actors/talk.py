@@ -47,7 +47,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A job for which a rank has no room."""
+    """A job for which a rank has no room, or that it cannot take in."""
 
     name: str
     told: JobReport
@@ -57,6 +57,8 @@ class Shortage:
     text: str
     alone: str
     """Why it fails, if that is nothing."""
+    fault: str = ""
+    """Why it fails, whatever lies there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +10,7 @@ from unittest.mock import patch
 import torch
 from unit_scenes import Desk, play
 
+from tlora.actors import unit
 from tlora.actors.messages import JobReport
 from tlora.actors.worker import longest_of
 from tlora.errors import GroupError
@@ -82,6 +84,53 @@ def has_no_room_beside_another(plan: Plan, folder: Path, is_too_large: bool) -> 
 
     with short_of_memory("_new_state", is_short):
         return play(plan, folder, scene), tries
+
+
+def matches_nothing(plan: Plan, folder: Path) -> Seen:
+    """A job whose targets are none of the base's modules, as one submitted unchecked may be; beside another."""
+
+    def scene(desk: Desk) -> Waits:
+        good, bad = desk.job("good", steps=8), desk.job("bad", adapter={"rank": 4, "targets": ["nowhere"]})
+        desk.order(good, bad)
+        yield lambda: desk.has_ended("good") and desk.has_ended("bad")
+
+    return play(plan, folder, scene)
+
+
+def waits_on_two_lanes(plan: Plan, folder: Path) -> list[int]:
+    """A job of both lanes for which neither rank has room beside the one other job that lies there; how many were there
+    at each try. First the one leaves, then the other."""
+    tries = list[int]()
+    lanes = {"x": (0,), "y": (1,), "both": (0, 1)}
+
+    def is_short(trainer: GroupTrainer, spec: Any) -> bool:
+        if spec.name == "both":
+            tries.append(len(trainer.jobs))
+        return spec.name == "both" and bool(trainer.jobs)
+
+    def scene(desk: Desk) -> Waits:
+        x, y = (desk.job(name, steps=100_000) for name in "xy")
+        both = desk.job("both", steps=4)
+        desk.order(x, y)
+        yield lambda: desk.is_at("x", 2) and desk.is_at("y", 2)
+        desk.order(x, y, both)
+        for others in (("x", "y"), ("y",)):
+            desk.order(*(job for job in (x, y) if job.name in others), both)
+            yield lambda: "both" in desk.seen and "waits for room" in desk.seen["both"].reason
+            yield desk.is_done
+            step = desk.seen["y"].step + 20
+            yield partial(desk.is_at, "y", step)
+            assert desk.seen["both"].state is State.ATTACHING
+        desk.order(both)
+        yield lambda: desk.has_ended("both")
+
+    def put(loads: dict[str, float], *_: Any, **__: Any) -> dict[str, tuple[int, ...]]:
+        return {name: lanes[name] for name in loads}
+
+    with short_of_memory("_new_state", is_short), patch.object(unit, "place", put):
+        seen = play(plan, folder, scene)
+        assert not seen or seen["both"].state is State.FINISHED
+    return tries
 
 
 def has_no_room_for_its_own_tick(plan: Plan, folder: Path) -> Seen:

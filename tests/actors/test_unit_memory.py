@@ -38,7 +38,7 @@ def test_a_job_without_room_beside_others_waits_until_they_have_left(
     is_too_large: bool, ranks: Ranks, folder: Path
 ) -> None:
     (seen, _), (_, tries) = ranks.run(2, memory_scenes.has_no_room_beside_another, PLANS["parts"], folder, is_too_large)
-    assert tries == [1, 1, 0, 0] if is_too_large else [1, 1, 0]
+    assert tries == [1, 1, 0, 0], "the last of them again after memory was given back, or as it is taken in"
     if is_too_large:
         assert (seen["comes"].state, seen["comes"].reason) == (
             State.FAILED, "out of memory, though alone: no memory",
@@ -46,6 +46,20 @@ def test_a_job_without_room_beside_others_waits_until_they_have_left(
     else:
         assert seen["comes"].state is State.FINISHED
         assert off(folder, "comes") < 1e-8
+
+
+def test_a_job_that_cannot_be_taken_in_fails_alone(ranks: Ranks, folder: Path) -> None:
+    """Not its unit, with all that is there, and again whenever that is started anew."""
+    seen, _ = ranks.run(2, memory_scenes.matches_nothing, PLANS["parts"], folder)
+    assert (seen["bad"].state, seen["good"].state) == (State.FAILED, State.FINISHED)
+    assert "nowhere" in seen["bad"].reason
+    assert off(folder, "good", steps=8) < 1e-8
+
+
+def test_each_rank_waits_for_a_neighbour_of_its_own(ranks: Ranks, folder: Path) -> None:
+    """No try, but that after memory was given back, is worth anything until each that has no room has lost one."""
+    tries = ranks.run(2, memory_scenes.waits_on_two_lanes, PLANS["replicas"], folder)
+    assert tries == [[1, 1, 0, 0]] * 2, "as it is made, and as it is taken in"
 
 
 def test_a_resident_without_room_for_its_own_tick_leaves_and_comes_back(ranks: Ranks, folder: Path) -> None:
