@@ -1,17 +1,19 @@
 """What the ranks of a unit do in tests when one of them has no memory left: `unit_scenes`, with a planted error."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
-from unit_scenes import Desk, play
+from unit_scenes import Desk, halts_at_its_rung, play
 
 from tlora.actors import unit
 from tlora.actors.messages import JobReport
+from tlora.actors.talk import Damage
+from tlora.actors.unit import Member
 from tlora.actors.worker import longest_of
 from tlora.errors import GroupError
 from tlora.group_trainer import GroupTrainer
@@ -41,14 +43,14 @@ def short_of_memory(where: str, is_short: Callable[..., bool]) -> Iterator[None]
         yield
 
 
-def runs_short_once(plan: Plan, folder: Path, where: str, rank: int) -> tuple[Seen, list[int]]:
+def runs_short_once(plan: Plan, folder: Path, where: str, rank: int, at: int = 9) -> tuple[Seen, list[int]]:
     """Two jobs; one rank has no memory in one of its ticks. Beside what became of them, this rank's token budgets."""
     calls, budgets = list[int](), list[int]()
 
     def is_short(trainer: GroupTrainer, *_: Any) -> bool:
         calls.append(1)
         budgets.append(trainer.token_budget)
-        return trainer.mesh.rank == rank and len(calls) == 9
+        return trainer.mesh.rank == rank and len(calls) == at
 
     def scene(desk: Desk) -> Waits:
         desk.order(*(desk.job(name, steps=steps, save_every=5) for name, steps in ONCE.items()))
@@ -56,6 +58,47 @@ def runs_short_once(plan: Plan, folder: Path, where: str, rank: int) -> tuple[Se
 
     with short_of_memory(where, is_short):
         return play(plan, folder, scene), sorted(set(budgets))
+
+
+def halts_short_of_memory(plan: Plan, folder: Path) -> Seen:
+    """A candidate; its lead has no memory when it is first saved, at its rung."""
+    calls = list[int]()
+
+    def is_short(*_: Any) -> bool:
+        calls.append(1)
+        return len(calls) == 1
+
+    with short_of_memory("_save_state", is_short):
+        return play(plan, folder, halts_at_its_rung)
+
+
+def loses_the_store(plan: Plan, folder: Path) -> bool:
+    """The second rank is out of memory, and cannot tell; whether this one has nothing left to save with others."""
+    members, damage = list[Member](), Member._damage
+
+    def damaged(member: Member, error: str = "") -> Damage:
+        if error:
+            member._store = Mock(set=Mock(side_effect=RuntimeError("no store")))
+        return damage(member, error)
+
+    def step(member: Member) -> bool:
+        members.append(member)
+        return own_step(member)
+
+    def is_short(trainer: GroupTrainer, *_: Any) -> bool:
+        return trainer.mesh.rank == 1 and "one" in trainer.jobs
+
+    def scene(desk: Desk) -> Waits:
+        desk.order(desk.job("one", steps=100_000))
+        yield lambda: False
+
+    own_step = Member.step
+    planted = patch.multiple(Member, _damage=damaged, step=step)
+    with short_of_memory("_send_all", is_short), planted, suppress(RuntimeError):
+        play(plan, folder, scene)
+    saves_nothing = members[0]._trainer is None
+    members[0].mesh.leave()  # else the other waits for as long as it may
+    return saves_nothing
 
 
 def has_no_room_beside_another(plan: Plan, folder: Path, is_too_large: bool) -> tuple[Seen, list[int]]:

@@ -33,6 +33,24 @@ def test_out_of_memory_in_a_tick_halves_those_of_all_ranks(plan: str, where: str
         assert off(folder, name, steps=steps, save_every=5) < 1e-8
 
 
+def test_out_of_memory_as_a_job_is_saved_is_no_fault_of_its(ranks: Ranks, folder: Path) -> None:
+    (seen, _), _ = ranks.run(2, memory_scenes.runs_short_once, PLANS["parts"], folder, "_save_state", 0, 3)
+    for name, steps in memory_scenes.ONCE.items():
+        assert (seen[name].state, seen[name].attempt) == (State.FINISHED, 1), seen[name].reason
+        assert off(folder, name, steps=steps, save_every=5) < 1e-8
+
+
+def test_a_halt_whose_save_was_broken_off_is_none(ranks: Ranks, folder: Path) -> None:
+    """It comes to its rung again, from its last save, and is saved there."""
+    seen, _ = ranks.run(2, memory_scenes.halts_short_of_memory, PLANS["parts"], folder)
+    assert seen["candidate"].state is State.FINISHED
+
+
+def test_a_rank_that_cannot_tell_of_its_want_saves_nothing(ranks: Ranks, folder: Path) -> None:
+    """Others would be waited for in vain."""
+    assert ranks.run(2, memory_scenes.loses_the_store, PLANS["replicas"], folder) == [True, True]
+
+
 @pytest.mark.parametrize("is_too_large", [False, True])
 def test_a_job_without_room_beside_others_waits_until_they_have_left(
     is_too_large: bool, ranks: Ranks, folder: Path
