@@ -72,6 +72,18 @@ class Damage:
     """Why it was broken off, where it was."""
     largest: Shortage | None = None
     """Whose longest sequence had a tick to itself then."""
+    ended: frozenset[tuple[str, int]] = frozenset()
+    """Jobs, by attempt, that have come to their end here."""
+
+
+def agreed(ended: Mapping[str, JobReport], leads: Mapping[str, Damage]) -> dict[str, JobReport]:
+    """Of a rank's jobs that have ended, those of which their leads say so too, and those that failed: what was broken
+    off may have ended on some ranks of a job alone."""
+    return {
+        name: told
+        for name, told in ended.items()
+        if name not in leads or told.state is State.FAILED or (name, told.attempt) in leads[name].ended
+    }
 
 
 def joined(words: Sequence[Word]) -> dict[str, JobReport]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tlora.actors.messages import Order, Orders, Report, WorkerOptions
-from tlora.actors.talk import Damage, Lanes, Shortage, Wishes, Word, joined
+from tlora.actors.talk import Damage, Lanes, Shortage, Wishes, Word, agreed, joined
 from tlora.actors.worker import AGAIN_S, IDLE_S, Exchange, Worker, describe, describe_tick, is_for, longest_of, may_pass
 from tlora.data import JobData, load_tokenizer
 from tlora.errors import GroupError, JobError, TloraError
@@ -59,7 +59,8 @@ class Member(Worker):
         super().__init__(options, number, node)
         mesh.join(range(mesh.plan.ranks))
         self.mesh, self._leads = mesh, mesh.rank == 0
-        self._store, self._breaking, self._num_broken = _default_store(), threading.Lock(), 0
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._breaking, self._num_broken = threading.Lock(), 0
         report = self.mailbox.report()
         others = mesh.share((node, report.pid))[1:]
         self.mailbox.tell(replace(report, others=tuple(others)))
@@ -438,7 +439,12 @@ class Member(Worker):
         elif on_gpu:
             torch.cuda.empty_cache()
         self.mesh.meet_again()
-        damages: list[Damage] = self.mesh.share(damage)
+        self._note(trainer.take_ended() if trainer else ())
+        ends = {name: told.attempt for name, told in self._ended.items()}
+        ends |= {name: self._attempts[name] for name in (trainer.leaving if trainer else ())}
+        damages: list[Damage] = self.mesh.share(replace(damage, ended=frozenset(ends.items())))
+        first = {name: self.mesh.plan.ranks_of(lanes)[0] for name, lanes in self._wishes.lanes.items()}
+        self._ended = agreed(self._ended, {name: damages[rank] for name, rank in first.items()})
         if trainer is None or not all(each.has_base for each in damages):
             error = next(each.error for each in damages if each.error)
             for name in self._wishes.lanes:
@@ -491,7 +497,3 @@ class Member(Worker):
             )
         )
         self.mailbox.changed.set()
-
-
-def _default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()

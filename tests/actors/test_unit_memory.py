@@ -8,6 +8,8 @@ import toy
 from ranks import Ranks
 from unit_scenes import PLANS, off
 
+from tlora.actors.messages import JobReport
+from tlora.actors.talk import Damage, agreed
 from tlora.job import State
 from tlora.tracking import read_metrics
 
@@ -97,3 +99,11 @@ def test_a_job_too_large_alone_fails_with_the_numbers(ranks: Ranks, folder: Path
 def test_ranks_that_do_not_meet_again_have_told_the_scheduler(ranks: Ranks, folder: Path) -> None:
     """The unit that follows is to send half as many rows."""
     assert ranks.run(2, memory_scenes.do_not_meet_again, PLANS["shards"], folder) == [1024, 0]
+
+
+def test_an_end_of_which_a_jobs_lead_does_not_know_is_none() -> None:
+    """26: else that rank would never read it again, and the others wait for it."""
+    ended = {name: JobReport(2, State.FINISHED) for name in ("known", "older", "unknown", "nowhere")}
+    ended["failed"] = JobReport(2, State.FAILED)
+    lead = Damage({}, True, ended=frozenset({("known", 2), ("older", 1)}))
+    assert set(agreed(ended, dict.fromkeys(ended.keys() - {"nowhere"}, lead))) == {"known", "nowhere", "failed"}
