@@ -41,12 +41,16 @@ def open_mesh(options: WorkerOptions, place: int, store: str) -> Mesh:
 
 
 def interface_to(host: str, port: int) -> str:
-    """This node's network interface on the way to a host; empty if there is none of this address."""
-    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as way:
-        way.connect(where)  # sends nothing
-        mine = way.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
+    """This node's network interface on the way to a host; empty if there is no way, or none of this address."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(where)  # sends nothing
+            mine = way.getsockname()[0].partition("%")[0]
+        interfaces = psutil.net_if_addrs()
+    except (OSError, psutil.Error):
+        return ""
+    for name, addresses in interfaces.items():
         if mine in [each.address.partition("%")[0] for each in addresses]:
             return str(name)
     return ""

@@ -36,7 +36,10 @@ def _per_node() -> int:
     """Workers like this one for which the largest node has room."""
     mine = cast(Any, ray).get_runtime_context().get_assigned_resources()
     nodes = [node["Resources"] for node in cast(Any, ray).nodes() if node["Alive"]]
-    return max(min(int(has.get(name, 0) // amount) for name, amount in mine.items() if amount) for has in nodes)
+    return max(
+        min(int(round(has.get(name, 0.0) / amount, 6)) for name, amount in mine.items() if amount)  # 1.0 // 0.1 is 9
+        for has in nodes
+    )
 
 
 def _scheduler_exchange() -> Exchange:

@@ -24,7 +24,7 @@ log = logging.getLogger("tlora")
 
 @dataclass(frozen=True, slots=True)
 class _Crowded:
-    """A job that waits until one of these neighbours is gone."""
+    """A job that waits until one of these neighbours is gone; for other ranks of its unit, if there are none."""
 
     beside: frozenset[str]
     told: JobReport
@@ -86,7 +86,9 @@ class Room:
 
     @property
     def _memory_bytes(self) -> int:
-        return self._options.memory_bytes or memory_bytes(self._device)
+        """As said, and no more than there is; 0 if neither is known."""
+        said, there = self._options.memory_bytes, memory_bytes(self._device)
+        return min(said or there, there or said)
 
     def _costs(self, outline: Outline, layouts: Sequence[AdapterLayout], rows: int, machine: Machine) -> EstimatedCosts:
         return EstimatedCosts(
@@ -104,19 +106,23 @@ class Room:
         self._tried.add((name, attempt, beside))
         return is_first
 
-    def crowd(self, name: str, told: JobReport, beside: frozenset[str], error: object) -> None:
-        """A job is to wait until one of those is gone beside which it has no room; `told`: how far it has come."""
+    def crowd(
+        self, name: str, told: JobReport, beside: frozenset[str], error: object, here: frozenset[str] | None = None
+    ) -> None:
+        """A job is to wait until one of those is gone beside which it has no room; `told`: how far it has come. Of a
+        unit, each rank waits for its own: those `here`, which may be none."""
         reason = f"waits for room beside {_others(len(beside))}: {error}"
         log.warning("job=%s group=%s %s", name, self._options.group, reason)
         told = replace(told, state=State.ATTACHING, reason=reason, tokens_per_s=0.0)
-        self._crowded[name] = _Crowded(beside, told)
+        self._crowded[name] = _Crowded(beside if here is None else here, told)
 
     def admit(self, name: str) -> None:
         """It has come in: it does not wait any more."""
         self._crowded.pop(name, None)
 
     def is_crowded(self, name: str, neighbours: Collection[str]) -> bool:
-        return name in self._crowded and self._crowded[name].beside.issubset(neighbours)
+        beside = self._crowded[name].beside if name in self._crowded else frozenset[str]()
+        return bool(beside) and beside.issubset(neighbours)
 
     def forget(self, orders: Orders) -> None:
         """Jobs that are not to be here any more, or are placed anew."""

@@ -47,7 +47,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A job for which a rank has no room."""
+    """A job for which a rank has no room, or that it cannot take in."""
 
     name: str
     told: JobReport
@@ -57,6 +57,8 @@ class Shortage:
     text: str
     alone: str
     """Why it fails, if that is nothing."""
+    fault: str = ""
+    """Why it fails, whatever lies there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,18 @@ class Damage:
     """Why it was broken off, where it was."""
     largest: Shortage | None = None
     """Whose longest sequence had a tick to itself then."""
+    ended: frozenset[tuple[str, int]] = frozenset()
+    """Jobs, by attempt, that have come to their end here."""
+
+
+def agreed(ended: Mapping[str, JobReport], leads: Mapping[str, Damage]) -> dict[str, JobReport]:
+    """Of a rank's jobs that have ended, those of which their leads say so too, and those that failed: what was broken
+    off may have ended on some ranks of a job alone."""
+    return {
+        name: told
+        for name, told in ended.items()
+        if name not in leads or told.state is State.FAILED or (name, told.attempt) in leads[name].ended
+    }
 
 
 def joined(words: Sequence[Word]) -> dict[str, JobReport]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tlora.actors.messages import Order, Orders, Report, WorkerOptions
-from tlora.actors.talk import Damage, Lanes, Shortage, Wishes, Word, joined
+from tlora.actors.talk import Damage, Lanes, Shortage, Wishes, Word, agreed, joined
 from tlora.actors.worker import AGAIN_S, IDLE_S, Exchange, Worker, describe, describe_tick, is_for, longest_of, may_pass
 from tlora.data import JobData, load_tokenizer
 from tlora.errors import GroupError, JobError, TloraError
@@ -59,7 +59,8 @@ class Member(Worker):
         super().__init__(options, number, node)
         mesh.join(range(mesh.plan.ranks))
         self.mesh, self._leads = mesh, mesh.rank == 0
-        self._store, self._breaking, self._num_broken = _default_store(), threading.Lock(), 0
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._breaking, self._num_broken = threading.Lock(), 0
         report = self.mailbox.report()
         others = mesh.share((node, report.pid))[1:]
         self.mailbox.tell(replace(report, others=tuple(others)))
@@ -81,8 +82,7 @@ class Member(Worker):
         try:
             return self._step()
         except torch.OutOfMemoryError as error:
-            damage = self._damage(str(error))
-            self._store.set(self._broken_at, str(self._next_rows()))
+            damage = self._damage(str(error) or "no memory")
         except GroupError:
             if not self._is_broken(self._broken_at):
                 self._trainer = None  # without the others nothing can be saved: jobs go on from their last saves
@@ -91,7 +91,11 @@ class Member(Worker):
         except BaseException:
             self._trainer = None
             raise
-        self._go_on_after(damage)  # out there, for an error holds what it met on its way
+        try:
+            self._go_on_after(damage)  # out there, for an error holds what it met on its way
+        except BaseException:
+            self._trainer = None
+            raise
         return False
 
     def _pass_on(self, exchange: Exchange, report: Report) -> Orders | None:
@@ -100,7 +104,10 @@ class Member(Worker):
         if self._is_broken(at):
             with self._breaking:
                 if number == self._num_broken and not self.mesh.is_broken:
-                    self.mesh.abort()
+                    try:
+                        self.mesh.abort()
+                    except (RuntimeError, ValueError) as error:  # the exchange goes on
+                        log.warning("group=%s what hangs may not be broken off: %s", self.options.group, error)
         return exchange(report) if self._leads else None
 
     @property
@@ -318,36 +325,42 @@ class Member(Worker):
                     continue
                 trainer.drop(name)
                 self._reading.pop(name, None)
-                self._crowd_together(lacks)
+                self._crowd_together(lacks, lack)
 
     def _lack(self, trainer: GroupTrainer, reading: _Reading) -> Shortage | None:
-        """Of room for a job's vectors, and for a tick with its longest sequence, by the estimate."""
+        """Of room for a job's vectors, and for a tick with its longest sequence, by the estimate; or what else keeps
+        the job out."""
         spec, outline = reading.spec, trainer.supermodel.outline
         others = {**trainer.jobs, **trainer.leaving}
-        layouts = [*(outline.lay_out(job.spec.adapter) for job in others.values()), outline.lay_out(spec.adapter)]
-        datas = [reading.data.result(), *(job.data for job in others.values())]
-        text = ""
+        told, text = self._room.told(spec.name, reading.order.attempt), ""
         for _ in range(2):
             try:
+                layouts = [outline.lay_out(each.adapter) for each in (*(job.spec for job in others.values()), spec)]
+                datas = [reading.data.result(), *(job.data for job in others.values())]
                 longest = max(longest_rows(data, trainer.supermodel.deterministic) for data in datas)
                 self._room.refuse_beside(outline, layouts, longest)
                 trainer.make(spec)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 text = str(error)
+            except GroupError:
+                raise
+            except (TloraError, OSError, RuntimeError) as error:
+                return Shortage(spec.name, told, frozenset(), "", "", fault=str(error) or type(error).__name__)
             else:
                 return None
             trainer.supermodel.free_memory()
-        told = self._room.told(spec.name, reading.order.attempt)
         return Shortage(spec.name, told, frozenset(others), text, f"out of memory, though alone: {text}")
 
-    def _crowd_together(self, lacks: list[Shortage]) -> None:
-        """On all ranks alike: a job waits until a neighbour is gone; where one rank has nothing else, it fails."""
-        lack = min(lacks, key=lambda lack: bool(lack.beside))
+    def _crowd_together(self, lacks: list[Shortage], mine: Shortage | None) -> None:
+        """On all ranks alike: a job waits until each that has no room has lost a neighbour; where one has nothing else,
+        it fails."""
+        lack = min(lacks, key=lambda lack: (not lack.fault, bool(lack.beside)))
         if lack.beside:
             beside = frozenset[str]().union(*(each.beside for each in lacks))
-            self._room.crowd(lack.name, lack.told, beside, lack.text)
+            here = mine.beside if mine and mine.name == lack.name else frozenset[str]()
+            self._room.crowd(lack.name, lack.told, beside, lack.text, here)
         else:
-            self._end(lack.name, lack.told.attempt, JobError(lack.alone))
+            self._end(lack.name, lack.told.attempt, JobError(lack.fault or lack.alone))
 
     def _attach_together(self, trainer: GroupTrainer, name: str, reading: _Reading) -> None:
         data = reading.data.result()
@@ -405,6 +418,9 @@ class Member(Worker):
     def _go_on_after(self, damage: Damage) -> None:
         """All ranks break off what they were at and meet again; ticks hold half as many rows then, and steps in flight
         begin anew. Where ticks cannot be smaller, the job of the longest sequence leaves."""
+        self._stepped_s = time.monotonic()
+        if damage.error:
+            self._store.set(self._broken_at, str(self._next_rows()))
         rows = int(self._store.get(self._broken_at))
         self.mailbox.tell(replace(self.mailbox.report(), most_rows=rows))  # for those to come, should these not meet
         with self._breaking:
@@ -415,25 +431,39 @@ class Member(Worker):
             del trainer.supermodel
         self.mesh.leave()
         gc.collect()
+        on_gpu = self.mesh.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()  # what waits behind an exchange that was broken off is not to land in a new step
+        if base is not None:
+            base.free_memory()  # before new groups, for which NCCL wants memory beside torch's stock
+        elif on_gpu:
+            torch.cuda.empty_cache()
         self.mesh.meet_again()
-        damages: list[Damage] = self.mesh.share(damage)
+        self._note(trainer.take_ended() if trainer else ())
+        ends = {name: told.attempt for name, told in self._ended.items()}
+        ends |= {name: self._attempts[name] for name in (trainer.leaving if trainer else ())}
+        damages: list[Damage] = self.mesh.share(replace(damage, ended=frozenset(ends.items())))
+        first = {name: self.mesh.plan.ranks_of(lanes)[0] for name, lanes in self._wishes.lanes.items()}
+        self._ended = agreed(self._ended, {name: damages[rank] for name, rank in first.items()})
         if trainer is None or not all(each.has_base for each in damages):
             error = next(each.error for each in damages if each.error)
             for name in self._wishes.lanes:
                 order = self._wishes.orders.jobs[name]
                 self._end(name, order.attempt, JobError(f"out of memory as the base was loaded: {error}"))
             return
+        self._stepped_s = time.monotonic()
         trainer.go_on_with(base or self._load_base())
         self._trainer = trainer
+        self._halting -= trainer.jobs.keys()  # a save that was broken off is none
         for name in sorted(trainer.jobs):  # those that did not come to one place go on from their last saves
             told = [damages[rank].jobs.get(name) for rank in self.mesh.plan.ranks_of(trainer.lanes(name))]
             if told.count(told[0]) < len(told) or not trainer.jobs[name].is_settled:
                 trainer.release(name, keep=False)
-        self._shrink_together(trainer, damages)
+        self._shrink_together(trainer, damages, damage.largest)
         trainer.supermodel.free_memory()
         trainer.replay()
 
-    def _shrink_together(self, trainer: GroupTrainer, damages: list[Damage]) -> None:
+    def _shrink_together(self, trainer: GroupTrainer, damages: list[Damage], mine: Shortage | None) -> None:
         lacks: dict[str, list[Shortage]] = {}
         for each in damages:
             if each.largest:
@@ -441,7 +471,7 @@ class Member(Worker):
         for name, those in sorted(lacks.items()):
             if name in trainer.jobs:
                 trainer.release(name)
-            self._crowd_together(those)
+            self._crowd_together(those, mine)
         if not lacks:
             self._most_rows = trainer.token_budget = self._next_rows()
             log.warning("group=%s out of memory: ticks hold %d rows now", self.options.group, trainer.token_budget)
@@ -467,7 +497,3 @@ class Member(Worker):
             )
         )
         self.mailbox.changed.set()
-
-
-def _default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()

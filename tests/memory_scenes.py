@@ -1,15 +1,19 @@
 """What the ranks of a unit do in tests when one of them has no memory left: `unit_scenes`, with a planted error."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
-from unit_scenes import Desk, play
+from unit_scenes import Desk, halts_at_its_rung, play
 
+from tlora.actors import unit
 from tlora.actors.messages import JobReport
+from tlora.actors.talk import Damage
+from tlora.actors.unit import Member
 from tlora.actors.worker import longest_of
 from tlora.errors import GroupError
 from tlora.group_trainer import GroupTrainer
@@ -39,14 +43,14 @@ def short_of_memory(where: str, is_short: Callable[..., bool]) -> Iterator[None]
         yield
 
 
-def runs_short_once(plan: Plan, folder: Path, where: str, rank: int) -> tuple[Seen, list[int]]:
+def runs_short_once(plan: Plan, folder: Path, where: str, rank: int, at: int = 9) -> tuple[Seen, list[int]]:
     """Two jobs; one rank has no memory in one of its ticks. Beside what became of them, this rank's token budgets."""
     calls, budgets = list[int](), list[int]()
 
     def is_short(trainer: GroupTrainer, *_: Any) -> bool:
         calls.append(1)
         budgets.append(trainer.token_budget)
-        return trainer.mesh.rank == rank and len(calls) == 9
+        return trainer.mesh.rank == rank and len(calls) == at
 
     def scene(desk: Desk) -> Waits:
         desk.order(*(desk.job(name, steps=steps, save_every=5) for name, steps in ONCE.items()))
@@ -54,6 +58,47 @@ def runs_short_once(plan: Plan, folder: Path, where: str, rank: int) -> tuple[Se
 
     with short_of_memory(where, is_short):
         return play(plan, folder, scene), sorted(set(budgets))
+
+
+def halts_short_of_memory(plan: Plan, folder: Path) -> Seen:
+    """A candidate; its lead has no memory when it is first saved, at its rung."""
+    calls = list[int]()
+
+    def is_short(*_: Any) -> bool:
+        calls.append(1)
+        return len(calls) == 1
+
+    with short_of_memory("_save_state", is_short):
+        return play(plan, folder, halts_at_its_rung)
+
+
+def loses_the_store(plan: Plan, folder: Path) -> bool:
+    """The second rank is out of memory, and cannot tell; whether this one has nothing left to save with others."""
+    members, damage = list[Member](), Member._damage
+
+    def damaged(member: Member, error: str = "") -> Damage:
+        if error:
+            member._store = Mock(set=Mock(side_effect=RuntimeError("no store")))
+        return damage(member, error)
+
+    def step(member: Member) -> bool:
+        members.append(member)
+        return own_step(member)
+
+    def is_short(trainer: GroupTrainer, *_: Any) -> bool:
+        return trainer.mesh.rank == 1 and "one" in trainer.jobs
+
+    def scene(desk: Desk) -> Waits:
+        desk.order(desk.job("one", steps=100_000))
+        yield lambda: False
+
+    own_step = Member.step
+    planted = patch.multiple(Member, _damage=damaged, step=step)
+    with short_of_memory("_send_all", is_short), planted, suppress(RuntimeError):
+        play(plan, folder, scene)
+    saves_nothing = members[0]._trainer is None
+    members[0].mesh.leave()  # else the other waits for as long as it may
+    return saves_nothing
 
 
 def has_no_room_beside_another(plan: Plan, folder: Path, is_too_large: bool) -> tuple[Seen, list[int]]:
@@ -82,6 +127,53 @@ def has_no_room_beside_another(plan: Plan, folder: Path, is_too_large: bool) -> 
 
     with short_of_memory("_new_state", is_short):
         return play(plan, folder, scene), tries
+
+
+def matches_nothing(plan: Plan, folder: Path) -> Seen:
+    """A job whose targets are none of the base's modules, as one submitted unchecked may be; beside another."""
+
+    def scene(desk: Desk) -> Waits:
+        good, bad = desk.job("good", steps=8), desk.job("bad", adapter={"rank": 4, "targets": ["nowhere"]})
+        desk.order(good, bad)
+        yield lambda: desk.has_ended("good") and desk.has_ended("bad")
+
+    return play(plan, folder, scene)
+
+
+def waits_on_two_lanes(plan: Plan, folder: Path) -> list[int]:
+    """A job of both lanes for which neither rank has room beside the one other job that lies there; how many were there
+    at each try. First the one leaves, then the other."""
+    tries = list[int]()
+    lanes = {"x": (0,), "y": (1,), "both": (0, 1)}
+
+    def is_short(trainer: GroupTrainer, spec: Any) -> bool:
+        if spec.name == "both":
+            tries.append(len(trainer.jobs))
+        return spec.name == "both" and bool(trainer.jobs)
+
+    def scene(desk: Desk) -> Waits:
+        x, y = (desk.job(name, steps=100_000) for name in "xy")
+        both = desk.job("both", steps=4)
+        desk.order(x, y)
+        yield lambda: desk.is_at("x", 2) and desk.is_at("y", 2)
+        desk.order(x, y, both)
+        for others in (("x", "y"), ("y",)):
+            desk.order(*(job for job in (x, y) if job.name in others), both)
+            yield lambda: "both" in desk.seen and "waits for room" in desk.seen["both"].reason
+            yield desk.is_done
+            step = desk.seen["y"].step + 20
+            yield partial(desk.is_at, "y", step)
+            assert desk.seen["both"].state is State.ATTACHING
+        desk.order(both)
+        yield lambda: desk.has_ended("both")
+
+    def put(loads: dict[str, float], *_: Any, **__: Any) -> dict[str, tuple[int, ...]]:
+        return {name: lanes[name] for name in loads}
+
+    with short_of_memory("_new_state", is_short), patch.object(unit, "place", put):
+        seen = play(plan, folder, scene)
+        assert not seen or seen["both"].state is State.FINISHED
+    return tries
 
 
 def has_no_room_for_its_own_tick(plan: Plan, folder: Path) -> Seen:

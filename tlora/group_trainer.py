@@ -131,7 +131,7 @@ class GroupTrainer(Trainer):
         self.supermodel = supermodel
         self._messages, self._controller = [], nanobatch.Controller()
         self._turn = self.talk = self._asked = 0
-        for part in (self._tried, self._reduced, self._norms, self._spares):
+        for part in (self._tried, self._reduced, self._norms, self._spares, self._made):
             part.clear()
         for slot in list(supermodel.residents):
             supermodel.remove(slot)
@@ -192,6 +192,11 @@ class GroupTrainer(Trainer):
         if self._leads(held):
             try:
                 told = None, action()
+            except torch.OutOfMemoryError as error:
+                told = (
+                    torch.OutOfMemoryError(str(error)),
+                    None,
+                )  # without what its frames hold
             except (TloraError, OSError) as error:
                 told = error, None
             except (SafetensorError, ArithmeticError, RuntimeError) as error:

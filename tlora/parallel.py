@@ -4,6 +4,7 @@ A *circle* is the ranks that agree on every tick: those that share a copy of the
 ends within the timeout, or raises GroupError. Called by the group's trainer and by what holds a base together.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tlora.errors import GroupError, TloraError
 from tlora.plan import Plan
 
+log = logging.getLogger("tlora")
 Group = dist.ProcessGroup | None
 """None: this rank alone."""
 TIMEOUT_S = 600.0
@@ -94,8 +96,11 @@ class Mesh:
         """Break off all that this rank has with others, in whichever of its threads: there it raises GroupError, if its
         backend can be told to."""
         self.is_broken = True
-        for group in (dist.distributed_c10d._get_default_group(), *self._groups.values()):
-            group.abort()
+        for group in (dist.distributed_c10d._get_default_group(), *tuple(self._groups.values())):
+            try:
+                group.abort()
+            except RuntimeError as error:  # the others are to be broken off all the same
+                log.warning("rank %d: a process group was not broken off: %s", self.rank, error)
 
     def refuse_broken(self) -> None:
         """Raise GroupError if it is: before what was computed is taken for good."""

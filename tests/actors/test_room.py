@@ -5,19 +5,21 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import toy
 from worker_desk import Desk, adapter, alone, same
 
-from tlora.actors.messages import Report
+from tlora.actors import process, room
+from tlora.actors.messages import Report, WorkerOptions
 from tlora.base import Outline
 from tlora.job import State
 from tlora.memory import estimate
 from tlora.plan import Plan
 from tlora.planner import SPARE
-from tlora.spec import JobSpec
+from tlora.spec import BaseSpec, JobSpec
 from tlora.trainer import Trainer
 
 
@@ -311,3 +313,19 @@ def test_a_base_without_room_anywhere_fails_its_job(tmp_path: Path, monkeypatch:
     desk = Desk(tmp_path, most_workers=4)
     desk.order(toy.named_job(tmp_path, "a"))
     assert "no plan for 4 workers" in desk.ends("a").reason
+
+
+@pytest.mark.parametrize(("said", "there", "want"), [(0, 0, 0), (5, 0, 5), (0, 7, 7), (5, 7, 5), (9, 7, 7)])
+def test_memory_is_as_said_and_no_more_than_there_is(
+    said: int, there: int, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "memory_bytes", lambda device: there)
+    options = WorkerOptions(group="g", base={"model": "m"}, memory_bytes=said, device="cpu")
+    assert room.Room(options, BaseSpec(model="m"))._memory_bytes == want
+
+
+def test_ten_tenths_of_a_gpu_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "ray", ray := Mock())
+    ray.get_runtime_context().get_assigned_resources.return_value = {"GPU": 0.1, "CPU": 0.3}
+    ray.nodes.return_value = [{"Alive": True, "Resources": {"GPU": 1.0, "CPU": 3.0}}]
+    assert process._per_node() == 10

@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import psutil
 import pytest
@@ -73,3 +74,18 @@ def test_ranks_speak_by_the_network_in_which_the_first_one_is() -> None:
     }  # fmt: skip
     assert len(names) > 0
     assert all(interface_to(address, 1) == name for address, name in names.items())
+
+
+def test_a_scope_is_no_part_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = MagicMock()
+    way.return_value.__enter__.return_value.getsockname.return_value = ("fe80::1%eth9", 1, 0, 3)
+    monkeypatch.setattr(socket, "socket", way)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth9": [Mock(address="fe80::1%eth9")]})
+    assert interface_to("::1", 1) == "eth9"
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(-2, "unknown"), OSError(101, "unreachable")])
+def test_where_there_is_no_way_no_interface_is_named(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried next says what is wrong."""
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=error))
+    assert interface_to("nowhere", 1) == ""
