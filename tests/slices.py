@@ -9,7 +9,7 @@ from benchmarks import group
 from benchmarks.step import RANKS
 from tlora.group_trainer import GroupTrainer
 from tlora.plan import Plan
-from tlora.resident import ResidentJob
+from tlora.tensor_parallel import SplitState
 from tlora.trainer import TrainerOptions
 
 COUNTS = (1, 2, 3, 5, 8)
@@ -24,10 +24,10 @@ class Watched(GroupTrainer):
 
     seen: list[dict[str, tuple[float, float]]]
 
-    def _measure(self, jobs: list[ResidentJob]) -> None:
-        super()._measure(jobs)
-        loss = {job.name: float(job.summed_loss()) for job in jobs}
-        self.seen.append({job.name.split("-")[1]: (float(self._norms[job.name]), loss[job.name]) for job in jobs})
+    def _measure(self, states: dict[str, SplitState]) -> None:
+        super()._measure(states)
+        loss = {name: float(self.jobs[name].summed_loss()) for name in states}
+        self.seen.append({name.split("-")[1]: (float(self._norms[name]), loss[name]) for name in states})
 
 
 def by_count(where: group.Place, ticks: int) -> list[Any]:
