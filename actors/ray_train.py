@@ -258,9 +258,8 @@ class _Told(ScalingPolicy):
     def __init__(self, scaling_config: ScalingConfig, size: int, in_place: bool, plan: Plan):
         self.resources = dict(scaling_config._resources_per_worker_not_none)
         lane = {name: amount * plan.tensor for name, amount in self.resources.items()}
-        super().__init__(
-            dataclasses.replace(scaling_config, resources_per_worker=lane)
-        )  # what is asked for lies on one node
+        # What is asked for as one lies on one node.
+        super().__init__(dataclasses.replace(scaling_config, resources_per_worker=lane))
         self.size, self.in_place, self.plan = size, in_place, plan
         self.pending: list[PlacementGroup] = []
         """Of units that are to come."""

@@ -61,9 +61,8 @@ class View:
         roster, changes = self._roster, []
         for name, place in list(self._bound.items()):
             entry, seen = roster.jobs[name], roster.workers.get(place)
-            is_there = seen is not None and place not in self._yielding
-            if seen is not None and any(node in draining for node, _ in seen.report.processes):
-                is_there = False
+            processes = seen.report.processes if seen else []
+            is_there = bool(processes) and place not in self._yielding and not any(n in draining for n, _ in processes)
             if is_there and entry.wish == "moved":
                 continue
             del self._bound[name]

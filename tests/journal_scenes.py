@@ -18,6 +18,13 @@ class Cluster:
         self.objects = self.storage / "_tlora" / "journal"
         self.opened: list[Journal] = []
 
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for journal in self.opened:
+            journal.close()
+
     def open(self, storage: str | None = None) -> Journal:
         self.opened.append(Journal(self.head / "journal.db", storage or str(self.storage)))
         return self.opened[-1]

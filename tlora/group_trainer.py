@@ -192,11 +192,8 @@ class GroupTrainer(Trainer):
         if self._leads(held):
             try:
                 told = None, action()
-            except torch.OutOfMemoryError as error:
-                told = (
-                    torch.OutOfMemoryError(str(error)),
-                    None,
-                )  # without what its frames hold
+            except torch.OutOfMemoryError as error:  # told without what its frames hold
+                told = torch.OutOfMemoryError(str(error)), None
             except (TloraError, OSError) as error:
                 told = error, None
             except (SafetensorError, ArithmeticError, RuntimeError) as error:

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+import raylets
 import toy
 from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -33,28 +33,10 @@ COORDINATOR = "_AutoscalingCoordinatorActor"
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     """A head without room for workers, and three nodes of one worker each."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with tempfile.TemporaryDirectory(prefix="tl") as folder:
-        monkeypatch.setenv("RAY_TMPDIR", folder)  # where the newest cluster's address is written
-        (Path(folder) / "ray").mkdir()
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder, "object_store_memory": 100_000_000}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        for _ in range(3):
-            cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
-        ray.init(
-            address=cluster.address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            runtime_env={"env_vars": toy.RAY},
-        )
-        cluster.wait_for_nodes()
-        try:
-            yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+    with raylets.cluster_of(3) as cluster:
+        yield cluster
 
 
 def test_nothing_is_lost_whatever_goes(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,18 +1,17 @@
 """A cluster that has nothing, gets a node, and has nothing left to do; and where on its nodes workers come to be."""
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
+import raylets
 import toy
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from benchmarks import private_ray
-from tlora.actors.names import NAMESPACE
 from tlora.actors.ray_train import reserve
 from tlora.actors.scheduler import connect
 from tlora.client import Client
@@ -21,20 +20,10 @@ from tlora.plan import Plan
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     """A head without room for workers."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with tempfile.TemporaryDirectory(prefix="tl") as folder:
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        (Path(folder) / "ray").mkdir()
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder, "object_store_memory": 100_000_000}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, runtime_env={"env_vars": toy.RAY})
-        try:
-            yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+    with raylets.cluster_of(0) as cluster:
+        yield cluster
 
 
 def test_an_autoscaler_brings_a_node_for_a_job_and_takes_it_away(

@@ -28,10 +28,8 @@ TO_THE_END = (State.ATTACHING, State.RUNNING, State.FINISHED)
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    for journal in made.opened:
-        journal.close()
+    with Cluster(tmp_path) as made:
+        yield made
 
 
 @pytest.fixture

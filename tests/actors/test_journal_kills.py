@@ -19,10 +19,8 @@ from tlora.job import State
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    for journal in made.opened:
-        journal.close()
+    with Cluster(tmp_path) as made:
+        yield made
 
 
 class Kill(BaseException):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,35 +9,21 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import raylets
 import toy
 from ray.cluster_utils import Cluster
 
-from tlora.actors.names import NAMESPACE
 from tlora.actors.scheduler import connect
 from tlora.client import Client
 from tlora.job import State
 from tlora.spec import JobSpec
 
-NODE = {"num_cpus": 2, "object_store_memory": 100_000_000}
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without room for workers, and two nodes of one worker each."""
-    with tempfile.TemporaryDirectory(prefix="tl") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_TMPDIR", folder)
-        (Path(folder) / "ray").mkdir()
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder, "object_store_memory": 100_000_000}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        for _ in range(2):
-            cluster.add_node(**NODE)
-        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, runtime_env={"env_vars": toy.RAY})
-        try:
-            yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+    with raylets.cluster_of(2) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +88,7 @@ def test_a_unit_whose_node_is_lost_waits_for_another(client: Client, cluster: Cl
     cluster.remove_node(lost, allow_graceful=False)
     text = "waits for machines: 1 unit(s) of 2 workers of its base are asked for, those here have room for 0"
     toy.until(lambda: client.status(["split"])[0]["reason"] == text)
-    new = cluster.add_node(**NODE)
+    new = cluster.add_node(**raylets.NODE)
     (row,) = client.wait(["split"])
     assert (row["state"], row["attempt"]) == (State.FINISHED, 2)
     assert new.node_id in client.workers()[0]["nodes"]
