@@ -48,10 +48,11 @@ WAYS: dict[str, tuple[Rules, dict[str, Any]]] = {
 
 
 def measured(base: str, lengths: Sequence[int]) -> dict[str, Any]:
-    """A profile, taken in a process of its own."""
+    """A profile, taken in a process of its own, which gives way to others as Ray has its workers do."""
     from tlora.profiling import profile
     from tlora.supermodel import SuperModel
 
+    os.nice(15)
     torch.set_num_threads(1)
     return profile(SuperModel.load(BaseSpec(model=base), device="cpu"), lengths=lengths)
 

@@ -4,8 +4,8 @@
 
 On a Ray of this machine with CPU workers; BASE: a model's folder, as small as can be. Both workers are warm, and the
 base's ticks known, before anything is timed. The simulator replays the run's own curves, with a profile that is taken
-right after it, in two processes at once: wants a machine that nothing else uses. Rows go to
-results/sweeps/cluster.json.
+right after it, in two processes at once, on the same cores beside the same scheduler and Ray: wants a machine that
+nothing else uses. Rows go to results/sweeps/cluster.json.
 """
 
 import argparse
@@ -91,8 +91,9 @@ class Bench:
             again = sweep.model_copy(update={"name": f"{sweep.name}2", "output": f"{sweep.output}2"})
             anew = [self.job(f"{job.name}2", epochs=epochs) for job in beside]
             in_turn += self.time(client, [again], anew)
+        capacity = Capacity.of(profiled(self.base, lengths=[8, 16, 32, 64, 128, 256, 512]))
         client.down()
-        return together, self.foretell(sweeps, jobs), in_turn
+        return together, self.foretell(capacity, sweeps, jobs), in_turn
 
     def warm(self, client: Client) -> None:
         """Both workers, with ticks of many sizes (what is not measured yet fills the seats of one first), and whoever
@@ -116,9 +117,8 @@ class Bench:
         print(f"{', '.join(row['name'] for row in rows)}: {seconds:.1f} s", flush=True)
         return seconds
 
-    def foretell(self, sweeps: Sequence[SweepSpec], jobs: Sequence[JobSpec]) -> float:
+    def foretell(self, capacity: Capacity, sweeps: Sequence[SweepSpec], jobs: Sequence[JobSpec]) -> float:
         """Makespan, by the simulator."""
-        capacity = Capacity.of(profiled(self.base, lengths=[8, 16, 32, 64, 128, 256, 512]))
         outline, tokenizer = Outline.load(sweeps[0].first.base), load_tokenizer(sweeps[0].first.base)
         data = read_data(sweeps[0].first, outline, tokenizer)
         length = round(sum(map(len, data.train)) / len(data.train))
