@@ -187,6 +187,11 @@ class AdapterState:
         state.compute = state.grad = torch.empty(0)
         return state
 
+    @property
+    def is_finite(self) -> bool:
+        """Found without a copy of it, for a device's memory may be full."""
+        return bool(torch.isfinite(torch.stack(torch.aminmax(self.master))).all())
+
     def publish(self) -> None:
         """Bring the kernels' copy up to date with the master."""
         if self.compute is not self.master:

@@ -55,7 +55,9 @@ class Message:
     """Jobs of several ranks that failed here since the last tick."""
 
     def numbers(self) -> list[int]:
-        lists = [sorted(part) + [0] * (MOST_SHARED - len(part)) for part in (self.through, self.lost)]
+        """Of more that are lost than one message holds, the others are said in the next."""
+        parts = [sorted(part)[:MOST_SHARED] for part in (self.through, self.lost)]
+        lists = [part + [0] * (MOST_SHARED - len(part)) for part in parts]
         return [self.last, self.kinds, self.talk, self.micros, self.rows, self.mix, *lists[0], *lists[1]]
 
     @classmethod

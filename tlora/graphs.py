@@ -7,7 +7,7 @@ that it was captured with. Called by the super-model, which says when what was c
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -70,10 +70,11 @@ class Graphs:
 
     def _capture(self, batch: Batch, hidden: Callable[[Batch], torch.Tensor]) -> "_Graph | None":
         """Beside the others if they leave room for it, else in their place."""
-        graph = self._within(batch, hidden)
-        if graph is None and self._graphs:
-            self._give_back()
+        with torch.cuda.device(batch.ids_T.device):  # what is captured is a stream of the current device
             graph = self._within(batch, hidden)
+            if graph is None and self._graphs:
+                self._give_back()
+                graph = self._within(batch, hidden)
         if graph is None:
             self._give_back()
             self._too_large = batch.rows.num_rows
@@ -82,7 +83,7 @@ class Graphs:
 
     def _within(self, batch: Batch, hidden: Callable[[Batch], torch.Tensor]) -> "_Graph | None":
         """Captured, unless the device has no memory for it, or all take too much."""
-        with suppress(torch.OutOfMemoryError):
+        with _no_memory_suppressed():
             if not self._bytes_of_row:
                 self._bytes_of_row = _warm(hidden, batch) / batch.rows.num_rows
             if torch.cuda.mem_get_info()[0] < 2.0 * batch.rows.num_rows * self._bytes_of_row:
@@ -102,6 +103,18 @@ class Graphs:
     def _drop(self) -> None:
         self._graphs.clear()
         self._pool, self._pool_bytes = None, 0  # one whose graphs are gone takes no new ones
+
+
+@contextmanager
+def _no_memory_suppressed() -> Iterator[None]:
+    """The driver's own error, too, which may come after PyTorch's, as a graph is ended that is not whole."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        pass
+    except torch.AcceleratorError as error:
+        if not ("out of memory" in str(error) or isinstance(error.__context__, torch.OutOfMemoryError)):
+            raise
 
 
 @cache

@@ -290,7 +290,7 @@ class GroupTrainer(Trainer):
         """Let go of jobs that failed on any rank of the circle, each of which calls this; whether there are any."""
         for job in [job for job in self.jobs.values() if number_of(job.name) in lost]:
             self._leave(job, State.FAILED, ELSEWHERE)
-        self._lost.clear()
+        self._lost -= lost
         return bool(lost)
 
     @property
@@ -462,7 +462,7 @@ class GroupTrainer(Trainer):
         with torch.cuda.stream(self._aside) if self._aside is not None else nullcontext():
             vectors = [job.state.grad, job.losses] if with_gradient else [job.losses]
             joined = torch.cat(vectors)
-            self.mesh.sum_in_order(joined, self._held[job.name].summed)
+            self.mesh.sum_in_order(joined.view(-1), self._held[job.name].summed)  # evaluations may have two columns
             for vector, part in zip(vectors, joined.split([len(vector) for vector in vectors]), strict=True):
                 vector.copy_(part)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from tlora import attention
@@ -37,6 +38,8 @@ if TYPE_CHECKING:  # torch.distributed is none of a lone process's business
 LAYER_WORK = 2**39
 """Rows × parameters of the base for each of its layers, below which a tick takes longer to launch than to compute: 2190
 rows of 8B parameters in 32 layers."""
+_COPYING = torch.ops.aten._to_copy.default
+_ASKING = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, _COPYING
 
 
 class SuperModel:
@@ -73,7 +76,8 @@ class SuperModel:
             getattr(config, "logits_scaling", None) or 1.0
         )
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        if deterministic and any(parameter.dim() > 2 for parameter in model.parameters()):
+        has_experts = any(parameter.dim() > 2 for parameter in model.parameters())
+        if deterministic and has_experts:
             raise ModelError(
                 f"{base.model}: the experts of a {type(model).__name__} take the rows of all jobs at once, so their "
                 "bits depend on the neighbours. Train it without the deterministic mode."
@@ -82,7 +86,10 @@ class SuperModel:
             compiled = self.device.type == "cuda" and self.dtype.itemsize == 2
         # With a softcap attention goes block by block, in Python: each tick would be compiled anew.
         self.compiled = compiled and not deterministic and not getattr(config, "attn_logit_softcapping", None)
-        self.captured = captured and self.compiled and not (checkpointing or spread) and self.device.type == "cuda"
+        is_plain = self.compiled and not (checkpointing or spread) and self.dtype.itemsize == 2
+        self.captured = captured and is_plain and self.device.type == "cuda"
+        if self.captured and has_experts:  # before Hopper, grouped products ask for the ends of their groups
+            self.captured = torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.small_rows = LAYER_WORK * self.outline.num_layers // self.outline.num_parameters
         """Of a tick, below which it is captured as a CUDA graph if its shape comes often."""
         if self.compiled:
@@ -95,6 +102,7 @@ class SuperModel:
         self._seen_tables: tuple[object, ...] = ()
         with torch.compiler.set_stance("force_eager"):
             self._check()
+            self.captured = self.captured and not self.asks_device()
         self.fingerprint = name_of_base or fingerprint(model)
 
     @classmethod
@@ -117,8 +125,10 @@ class SuperModel:
                 module.bundle.adapters.reserve(slot)
             for name, site in state.sites():
                 self._mixed[name].bundle.adapters.place(self._mixed[name].index, slot, site)
-        finally:  # tables may have grown, and captured ticks read the old ones
-            self._fit_ranks()
+        except BaseException:
+            self.remove(slot)
+            raise
+        self._fit_ranks()  # tables may have grown, and captured ticks read the old ones
         return slot
 
     def remove(self, slot: int) -> AdapterState:
@@ -354,12 +364,35 @@ class SuperModel:
                 "would disturb each other."
             )
 
+    @torch.no_grad()
+    def asks_device(self) -> bool:
+        """Whether the layers wait for a number from the device amid a pass, which no captured tick can."""
+        probe = self._probe([torch.arange(9)])
+        with _Asking(self.device.type) as asking:
+            self._hidden_of(probe)
+        return bool(asking.has_asked)
+
     def _loss_of_last(self, texts: list[torch.Tensor]) -> float:
         return float(self.evaluate(self._probe(texts))[-1])
 
     def _probe(self, texts: list[torch.Tensor]) -> Batch:
         items = [_item(slot, text) for slot, text in enumerate(texts)]
         return pack(items, device=self.device, per_sequence=self.deterministic)
+
+
+class _Asking(TorchDispatchMode):
+    """Whether any operation of a block brings numbers from such a device to the host."""
+
+    def __init__(self, device: str):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_asked = False
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _ASKING and args[0].device.type == self._device:
+            self.has_asked |= func is not _COPYING or result.device.type != self._device
+        return result
 
 
 def _item(slot: int, text: torch.Tensor) -> Item:

@@ -91,8 +91,7 @@ class Trainer:
         self._writer = Writer(supermodel.device, is_beside=options.writes_beside, patience_s=options.patience_s)
         self._closings: dict[str, Future[tuple[State, str]]] = {}
         self._ended: list[ResidentJob] = []
-        self._turn = 0
-        self._phase = Phase.EVALUATING
+        self._turn, self._phase = 0, Phase.EVALUATING
 
     def attach(
         self,
@@ -416,7 +415,7 @@ class Trainer:
         self._save_state(job, job.state)
 
     def _save_state(self, job: ResidentJob, state: AdapterState) -> None:
-        if not torch.isfinite(state.master).all():
+        if not state.is_finite:
             raise JobError(f"its weights are no longer finite at step {job.step}")
         meta, began_s = describe(job, self.supermodel), time.monotonic()
 
@@ -456,12 +455,13 @@ class Trainer:
         self._write_adapter(job, job.state, part)
 
     def _write_adapter(self, job: ResidentJob, state: AdapterState, part: str) -> None:
-        folder, trained = job.spec.folder / part, job.spec.optim.lr > 0.0 and job.step > 1
+        folder, linears = job.spec.folder / part, self.supermodel.outline.linears  # a unit may lose its base meanwhile
+        trained = job.spec.optim.lr > 0.0 and job.step > 1
         if part:  # one of many: no copy is made while too many wait
             job.settle_files(most=IN_FLIGHT)
 
         def write(state: AdapterState) -> None:
-            export_peft(state, folder, job.spec.base, self.supermodel.outline.linears, trained=trained)
+            export_peft(state, folder, job.spec.base, linears, trained=trained)
             if job.tokenizer is not None:
                 save_tokenizer(job.tokenizer, folder)
 

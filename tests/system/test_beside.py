@@ -199,3 +199,37 @@ def test_a_save_says_how_long_it_took_with_all_that_it_waited_for(
     gate.open.set()
     wait([file for job in jobs for file in job.files])
     assert all(0.2 <= job.save_s < time.monotonic() - began_s + 0.2 for job in jobs)
+
+
+def test_an_adapter_is_written_though_its_unit_has_no_base_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units that mend themselves let go of it before they load it again."""
+    gate, work = Gate(monkeypatch, "a"), worker()
+    job = work.attach(toy.job(tmp_path, steps=2), toy.data())
+    until(work, lambda: not work.jobs)
+    base = work.supermodel
+    del work.supermodel
+    gate.open.set()
+    wait(work._closings.values())
+    work.supermodel = base
+    work.close()
+    assert job.record.state == "finished", job.record.reason
+
+
+def test_memory_that_runs_out_at_a_save_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(values: torch.Tensor) -> torch.Tensor:
+        if values.numel() > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return asked(values)
+
+    asked, work = torch.isfinite, worker()
+    job = work.attach(toy.job(tmp_path, steps=4), toy.data())
+    monkeypatch.setattr(torch, "isfinite", full)
+    work.save("a")
+    assert job.record.state == "running", job.record.reason
+    job.state.master[-1] = torch.nan
+    work.save("a")
+    until(work, lambda: job.record.state == "failed")
+    assert "no longer finite" in job.record.reason
+    work.close()

@@ -2,7 +2,9 @@
 
 import errno
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tlora import checkpoint, trainer
 from tlora.adapter import AdapterState
 from tlora.checkpoint import STATE, load_state
 from tlora.errors import CheckpointError
-from tlora.kernels.tiles import Update
+from tlora.kernels.tiles import Adapters, Update, stride_of
 from tlora.packing import Batch
 from tlora.resident import ResidentJob
 from tlora.supermodel import fingerprint
@@ -49,6 +51,28 @@ def test_a_job_that_is_no_longer_finite_ends_alone(
     assert torch.equal(toy.Result.of(work, good).master, solo.master)
     assert toy.Result.of(work, good).losses == solo.losses
     assert len(model.residents) == 0
+
+
+def test_a_job_for_which_there_is_no_memory_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = toy.super_model(deterministic=True)
+    work, spec = toy.Recorder(model), toy.job(tmp_path, adapter={"rank": 200, "targets": "all-linear"})
+    calls, place = count(), Adapters.place
+
+    def full(adapters: Adapters, *site: Any) -> None:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        place(adapters, *site)
+
+    monkeypatch.setattr(Adapters, "place", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        work.attach(spec, toy.data())
+    assert not model.residents
+    assert {module.bundle.adapters.low for module in model._mixed.values()} == {stride_of(1)}
+    again = work.attach(spec, toy.data())
+    toy.finish(work)
+    assert again.record.state == "finished"
 
 
 def test_a_job_with_a_damaged_state_fails_before_it_joins(tmp_path: Path) -> None:

@@ -98,6 +98,14 @@ def test_a_rank_with_no_jobs(plan: str, ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plan", TWO.values(), ids=TWO)
+def test_exact_matches_are_counted_over_all_ranks(plan: Plan, ranks: Ranks, tmp_path: Path) -> None:
+    changes = {**CHANGES, "objective": "exact_match", "eval_every": 1, "batch_size": 2, "optim": {"lr": 0.1}}
+    mix = [Visit("one", tuple(range(plan.lanes)), changes, {"count": 6, "held_out": 4, "low": 2, "high": 3})]
+    assert ranks.run(2, group_work.train, Run(plan=plan), tmp_path, mix) == [[]] * 2
+    equal(tmp_path, mix, Run(plan=plan))
+
+
+@pytest.mark.parametrize("plan", TWO.values(), ids=TWO)
 def test_one_divisor_over_all_ranks(plan: Plan, ranks: Ranks, tmp_path: Path) -> None:
     """Fault 2: a step's long sequences on one rank, its short ones on another, then none on that."""
     mix = [

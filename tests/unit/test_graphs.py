@@ -1,7 +1,11 @@
 """When a shape of ticks is captured as a CUDA graph; that replayed ones train the same: system/test_compiled.py."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import pytest
 import torch
+import toy
 from numeric import Job, batch_of
 
 from tlora import graphs
@@ -18,6 +22,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return rows
 
 
@@ -134,3 +139,47 @@ def test_a_first_pass_without_memory_is_no_capture(captured: list[int], monkeypa
     for _ in range(9):
         assert made.find(batch_of({0: Job((100,), rank=2)}), hidden) is None
     assert not captured
+
+
+def test_a_tick_is_captured_on_its_own_device(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the first: `--device cuda:1`."""
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    assert ticks(Graphs(1000), 100) == 3
+    assert entered == [torch.device("cpu")]
+
+
+def out_of_memory_amid_a_capture() -> None:
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    finally:
+        raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+
+def out_of_memory_in_the_driver() -> None:
+    raise torch.AcceleratorError("CUDA error: out of memory")
+
+
+def another_error() -> None:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("raises", [out_of_memory_amid_a_capture, out_of_memory_in_the_driver])
+def test_memory_that_the_driver_misses_is_no_end(
+    captured: list[int], monkeypatch: pytest.MonkeyPatch, raises: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(graphs, "_Graph", lambda hidden, batch, pool: raises())
+    made = Graphs(1000)
+    for _ in range(5):
+        assert made.find(batch_of({0: Job((100,), rank=2)}), hidden) is None
+    monkeypatch.setattr(graphs, "_Graph", lambda hidden, batch, pool: another_error())
+    made.clear()
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        ticks(made, 100)
+
+
+def test_layers_that_ask_the_device_for_a_number_are_known() -> None:
+    """Rope that is scaled by the longest position so far."""
+    dynamic = toy.config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    assert toy.super_model(model=dynamic).asks_device()
+    assert not toy.super_model().asks_device()

@@ -36,6 +36,13 @@ def test_a_message_comes_back(numbers: tuple[int, ...], through: frozenset[int],
     assert Message.of(torch.tensor(sent, dtype=torch.int64).tolist()) == message
 
 
+def test_more_losses_than_a_message_holds_are_said_in_several() -> None:
+    lost = frozenset(range(1, MOST_SHARED + 10))
+    numbers = Message(0, 0, 0, 0, 0, 0, lost=lost).numbers()
+    assert len(numbers) == 6 + 2 * MOST_SHARED
+    assert len(lost - Message.of(numbers).lost) == 9
+
+
 def test_numbers_of_jobs_are_never_nothing() -> None:
     assert number_of("") > 0
     assert number_of("a") != number_of("b")
