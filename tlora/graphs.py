@@ -7,7 +7,7 @@ that it was captured with. Called by the super-model, which says when what was c
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tlora.kernels.tiles import Tables
+from tlora.memory import driver_memory
 from tlora.packing import Batch
 
 log = logging.getLogger("tlora")
@@ -83,7 +84,7 @@ class Graphs:
 
     def _within(self, batch: Batch, hidden: Callable[[Batch], torch.Tensor]) -> "_Graph | None":
         """Captured, unless the device has no memory for it, or all take too much."""
-        with _no_memory_suppressed():
+        with suppress(torch.OutOfMemoryError), driver_memory():
             if not self._bytes_of_row:
                 self._bytes_of_row = _warm(hidden, batch) / batch.rows.num_rows
             if torch.cuda.mem_get_info()[0] < 2.0 * batch.rows.num_rows * self._bytes_of_row:
@@ -103,18 +104,6 @@ class Graphs:
     def _drop(self) -> None:
         self._graphs.clear()
         self._pool, self._pool_bytes = None, 0  # one whose graphs are gone takes no new ones
-
-
-@contextmanager
-def _no_memory_suppressed() -> Iterator[None]:
-    """The driver's own error, too, which may come after PyTorch's, as a graph is ended that is not whole."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        pass
-    except torch.AcceleratorError as error:
-        if not ("out of memory" in str(error) or isinstance(error.__context__, torch.OutOfMemoryError)):
-            raise
 
 
 @cache

@@ -1,14 +1,18 @@
-"""How much memory a base, its adapters and one tick take: an estimate, before anything is loaded.
+"""How much memory a base, its adapters and one tick take: an estimate, before anything is loaded; and what says that
+there was not enough.
 
-Called by `tlora.local` for `tlora check`. Measures nothing and refuses nothing.
+Called by `tlora.local` for `tlora check`, and by the trainer. Measures nothing and refuses nothing.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from tlora.adapter import AdapterLayout
 from tlora.base import Outline
+from tlora.errors import TloraError
 from tlora.kernels.linear_cross_entropy import CHUNK_LOGITS
 from tlora.packing import HEAD_ROWS
 
@@ -48,3 +52,18 @@ def estimate(
     else:
         head = HEAD_ROWS * outline.vocab_size * (size + 3 * wide)
     return Estimate(outline.num_parameters * size, layout.size * vectors, num_rows * per_row + head)
+
+
+@contextmanager
+def driver_memory() -> Iterator[None]:
+    """What the driver or a library has no memory for is raised as PyTorch's own OutOfMemoryError, though it comes as
+    another: also one that follows from that, as when a captured graph is ended that is not whole."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, TloraError):
+        raise
+    except RuntimeError as error:
+        signs = ("out of memory", "ALLOC_FAILED")  # of CUDA's runtime and NCCL; of cuBLAS and its like
+        if any(sign in str(error) for sign in signs) or isinstance(error.__context__, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise

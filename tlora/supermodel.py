@@ -26,6 +26,7 @@ from tlora.graphs import Graphs
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy, wrong_tokens
 from tlora.kernels.tiles import RowTable, Tables, stride_of
 from tlora.layers import precision, wrap_layers
+from tlora.memory import driver_memory
 from tlora.mixed_linear import Current, MixedLinear, fuse_gates, replace_linears
 from tlora.packing import Batch, Item, pack
 from tlora.spec import BaseSpec
@@ -202,12 +203,14 @@ class SuperModel:
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """One intra-op thread where bits must not depend on how a product is split."""
+        """What a tick runs in: one intra-op thread where bits must not depend on how a product is split; memory that
+        the driver lacks is PyTorch's own error."""
         count = torch.get_num_threads()
         if self.deterministic:
             torch.set_num_threads(1)
         try:
-            yield
+            with driver_memory():
+                yield
         finally:
             torch.set_num_threads(count)
 

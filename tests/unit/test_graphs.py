@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,33 +150,53 @@ def test_a_tick_is_captured_on_its_own_device(captured: list[int], monkeypatch: 
     assert entered == [torch.device("cpu")]
 
 
-def out_of_memory_amid_a_capture() -> None:
+def amid_a_capture(*_: object) -> None:
     try:
         raise torch.OutOfMemoryError("CUDA out of memory")
     finally:
         raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
 
 
-def out_of_memory_in_the_driver() -> None:
+def in_the_driver(*_: object) -> None:
     raise torch.AcceleratorError("CUDA error: out of memory")
 
 
-def another_error() -> None:
+def in_a_library(*_: object) -> None:
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def another_error(*_: object) -> None:
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-@pytest.mark.parametrize("raises", [out_of_memory_amid_a_capture, out_of_memory_in_the_driver])
-def test_memory_that_the_driver_misses_is_no_end(
-    captured: list[int], monkeypatch: pytest.MonkeyPatch, raises: Callable[[], None]
+@pytest.mark.parametrize("raises", [amid_a_capture, in_the_driver, in_a_library])
+def test_memory_that_the_driver_lacks_is_no_end(
+    captured: list[int], monkeypatch: pytest.MonkeyPatch, raises: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(graphs, "_Graph", lambda hidden, batch, pool: raises())
+    monkeypatch.setattr(graphs, "_Graph", raises)
     made = Graphs(1000)
     for _ in range(5):
         assert made.find(batch_of({0: Job((100,), rank=2)}), hidden) is None
-    monkeypatch.setattr(graphs, "_Graph", lambda hidden, batch, pool: another_error())
+    monkeypatch.setattr(graphs, "_Graph", another_error)
     made.clear()
     with pytest.raises(torch.AcceleratorError, match="illegal"):
         ticks(made, 100)
+
+
+@pytest.mark.parametrize("raises", [amid_a_capture, in_the_driver, in_a_library])
+def test_ticks_say_so_as_of_memory_that_pytorch_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: Callable[..., None]
+) -> None:
+    """For then the same rows are sent in smaller ticks."""
+    work = toy.Recorder(toy.super_model())
+    work.attach(toy.job(tmp_path), toy.data())
+    monkeypatch.setattr(work.supermodel, "train", raises)
+    with pytest.raises(torch.OutOfMemoryError):
+        work.tick()
+    monkeypatch.setattr(work.supermodel, "train", another_error)
+    work.replay()
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        work.tick()
 
 
 def test_layers_that_ask_the_device_for_a_number_are_known() -> None:
