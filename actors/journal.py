@@ -13,7 +13,7 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -46,14 +46,22 @@ _FOR_CLIENTS = {"gs": "retry_limit_seconds=10", "gcs": "retry_limit_seconds=10",
 object by three requests, and leave a part of it in the bucket for ever if it were killed between them."""
 _BY_USERS = {"paused": State.PAUSED, "cancelled": State.CANCELLED, "dropped": State.CANCELLED}
 """What a job becomes by a wish that somebody was told is taken down."""
-_SCHEMA = """
+_SCHEMAS = (
+    """
 CREATE TABLE home (storage TEXT NOT NULL);
 CREATE TABLE jobs (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry TEXT NOT NULL);
 CREATE TABLE events (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, event TEXT NOT NULL);
 CREATE INDEX events_of_job ON events (name, number);
 CREATE TABLE outbox (seq INTEGER PRIMARY KEY AUTOINCREMENT, batch TEXT NOT NULL);
 PRAGMA user_version = 1
-"""
+""",
+    """
+ALTER TABLE home ADD COLUMN known INTEGER;
+PRAGMA user_version = 2
+""",
+)
+"""Each makes the next version from the one before. In `home`, `known` is the number of the last object that this
+journal knew of when it was opened; null: it has seen since that the storage holds no later one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,7 @@ class Event:
 
 class Journal:
     """Opens the database at `path`, or makes it from what a former head stored. Raises OSError if that cannot be read,
-    StateError if the database belongs to another storage, CheckpointError if it is damaged."""
+    StateError if the database belongs to another storage or is older than it, CheckpointError if it is damaged."""
 
     def __init__(self, path: Path, storage: str):
         self._path, self._lock, self._is_away = path.absolute(), RLock(), False
@@ -115,11 +123,13 @@ class Journal:
         self._name = re.sub("://[^/]*@", "://", self._storage)  # without credentials
         self._target: tuple[Any, str] | None = None
         self._pool = ThreadPoolExecutor(1, "tlora-journal")
-        self._late: Future[None] | None = None
+        self._late: Future[Any] | None = None
         self._late_seq = -1
         """Of the object that was begun last."""
         self._is_in_doubt = False
         """The storage may hold an object of the next number."""
+        self._known: int | None = None
+        """As in `home`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
         try:
@@ -174,6 +184,7 @@ class Journal:
         with self._lock:
             if taken := [entry.name for entry in entries if names[entry.name] is not entry or self.get(entry.name)]:
                 raise StateError(f"job {taken[0]}: got this name a second time; want it once. Choose another name.")
+            self._verify()
             self._withdraw()
             with self._transaction():
                 batch = _batch([(self._write(entry), entry) for entry in entries])
@@ -211,15 +222,19 @@ class Journal:
         """Store what is not stored, in order; True when nothing is left. A storage that is away is logged, once,
         and not waited for again: one write is begun at a time, and the next call sees what became of it."""
         with self._lock:
-            self._withdraw()
-            for seq, batch in self._rows("SELECT seq, batch FROM outbox ORDER BY seq"):
-                try:
+            try:
+                self._verify(0.0 if self._is_away else _PATIENCE_S)
+                self._withdraw()
+                for seq, batch in self._rows("SELECT seq, batch FROM outbox ORDER BY seq"):
                     self._put(seq, batch, 0.0 if self._is_away else _PATIENCE_S)
-                except OSError as error:
-                    log.log(logging.DEBUG if self._is_away else logging.WARNING, "%s It is tried again.", error)
-                    self._is_away = True
-                    return False
-                self._rows("DELETE FROM outbox WHERE seq = ?", seq)
+                    self._rows("DELETE FROM outbox WHERE seq = ?", seq)
+            except OSError as error:
+                log.log(logging.DEBUG if self._is_away else logging.WARNING, "%s It is tried again.", error)
+                self._is_away = True
+                return False
+            except StateError as error:
+                log.error("nothing is stored: %s", error)
+                return False
         return True
 
     @contextmanager
@@ -231,6 +246,22 @@ class Journal:
                 self._rows("INSERT INTO outbox VALUES (?, ?)", last + 2, _batch([], [last + 1]))
             yield
         self._is_in_doubt = False
+
+    def _verify(self, patience_s: float | None = None) -> None:
+        """Once, before the first object: that the storage holds none which this journal does not know of. Its numbers
+        would be given out a second time, and it would withdraw the next one, which may be of jobs that were added."""
+        if self._known is None:
+            return
+        with self._storage_errors("read"):
+            stored = filter(_OBJECT.fullmatch, self._ask(-1, patience_s, self._listed))
+            newest = max((int(name[:16]) for name in stored), default=-1)
+        if newest > self._known + 1:  # that one may be of an `add` that was killed
+            text = (
+                f"{self._path}: is older than storage {self._name}, of which it knows {self._known} and not {newest}."
+            )
+            raise StateError(f"{text} Move the file away: one is made from what the storage holds.")
+        self._rows("UPDATE home SET known = NULL")
+        self._known = None
 
     def _withdraw(self) -> None:
         """The object of jobs that were not added, if there may be one."""
@@ -254,13 +285,21 @@ class Journal:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         with self._transaction():  # a head that is killed while it makes the database leaves none
-            if is_new := self._rows("PRAGMA user_version") == [(0,)]:
+            ((version,),) = self._rows("PRAGMA user_version")
+            for statement in ";".join(_SCHEMAS[version:]).split(";"):
+                self._db.execute(statement)
+            if version == 0:
                 self._make()
-            ((home,),) = self._rows("SELECT storage FROM home")
+            else:
+                last = "(SELECT seq FROM sqlite_sequence WHERE name = 'outbox')"
+                self._rows(f"UPDATE home SET known = {last} WHERE known IS NULL")
+            ((home, self._known),) = self._rows("SELECT storage, known FROM home")
         if home != self._name:
             text = f"{self._path}: got storage {self._name}; want {home}, where the rest of it is."
             raise StateError(f"{text} Name that one, or move the file away to begin with what the other holds.")
-        self._is_in_doubt = not is_new
+        self._is_in_doubt = version > 0
+        with suppress(OSError):  # of a storage that is away, which is seen to once it is back
+            self._verify()
         self.flush()
 
     def _make(self) -> None:
@@ -280,11 +319,9 @@ class Journal:
             held[int(name[:16])] = {entry.name for _, entry in entries}
             for number, entry in entries:
                 histories.setdefault(entry.name, []).append((number, entry))
-        for statement in _SCHEMA.split(";"):
-            self._db.execute(statement)
         start = (last // _HEAD + 1) * _HEAD
         self._rows("INSERT INTO sqlite_sequence VALUES ('outbox', ?), ('events', ?)", start, start)
-        self._rows("INSERT INTO home VALUES (?)", self._name)
+        self._rows("INSERT INTO home(storage) VALUES (?)", self._name)
         self._put(start, _batch([]))
         for history in histories.values():
             for number, entry in history:
@@ -302,7 +339,7 @@ class Journal:
         readers = ThreadPoolExecutor(16, "tlora-journal-read")
         try:
             with self._storage_errors("read"):
-                found = _answer(readers.submit(self._listed), _READ_PATIENCE_S)
+                found = _answer(readers.submit(self._listed, is_new=True), _READ_PATIENCE_S)
                 whole = sorted(filter(_OBJECT.fullmatch, found))
                 for name in sorted(found.difference(whole)):
                     log.warning("%s: object %s is half-written or not a journal's, and left out.", self._name, name)
@@ -311,11 +348,12 @@ class Journal:
         finally:
             readers.shutdown(wait=False, cancel_futures=True)
 
-    def _listed(self) -> set[str]:
+    def _listed(self, *, is_new: bool = False) -> set[str]:
+        """Names in the journal's folder, which may not be there yet if `is_new`."""
         files, folder = self._reach()
-        if files.type_name not in _OBJECT_STORES:
+        if is_new and files.type_name not in _OBJECT_STORES:
             files.create_dir(folder, recursive=True)
-        return {info.base_name for info in files.get_file_info(FileSelector(folder, allow_not_found=True))}
+        return {info.base_name for info in files.get_file_info(FileSelector(folder, allow_not_found=is_new))}
 
     def _read(self, name: str) -> bytes:
         files, folder = self._reach()
@@ -327,12 +365,17 @@ class Journal:
         later, as may one that failed; until it is over, no other is begun. If it was the last to be begun and has come
         since, it is not written again."""
         with self._storage_errors("written"):
-            if self._late is not None and not self._late.done():
-                raise TimeoutError("an earlier object is still being written")
-            if self._late is None or self._late_seq != seq or self._late.exception() is not None:
-                self._late_seq, self._late = seq, self._pool.submit(self._write_object, seq, batch)
-            _answer(self._late, _PATIENCE_S if patience_s is None else patience_s)
-            self._is_away = False
+            self._ask(seq, patience_s, self._write_object, seq, batch)
+
+    def _ask(self, seq: int, patience_s: float | None, work: Callable[..., T], *given: Any) -> T:
+        """The answer of the writer's thread; `seq` tells one work from the next."""
+        if self._late is not None and not self._late.done():
+            raise TimeoutError("an earlier object is still being written")
+        if self._late is None or self._late_seq != seq or self._late.exception() is not None:
+            self._late_seq, self._late = seq, self._pool.submit(work, *given)
+        answer: T = _answer(self._late, _PATIENCE_S if patience_s is None else patience_s)
+        self._is_away = False
+        return answer
 
     def _write_object(self, seq: int, batch: str) -> None:
         """Its folder is not made again: where a mount is away, that would be on the head's own disk."""
