@@ -57,11 +57,14 @@ PRAGMA user_version = 1
 """,
     """
 ALTER TABLE home ADD COLUMN known INTEGER;
+ALTER TABLE home ADD COLUMN outputs TEXT;
+ALTER TABLE home ADD COLUMN anchor TEXT NOT NULL DEFAULT '';
 PRAGMA user_version = 2
 """,
 )
 """Each makes the next version from the one before. In `home`, `known` is the number of the last object that this
-journal knew of when it was opened; null: it has seen since that the storage holds no later one."""
+journal knew of when it was opened; null: it has seen since that the storage holds no later one. `outputs`: the folder
+that is marked. `anchor`: an object that it has written; where that is not, this is not its storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,9 @@ class Journal:
         self._is_in_doubt = False
         """The storage may hold an object of the next number."""
         self._known: int | None = None
-        """As in `home`."""
+        self._outputs: str | None = None
+        self._anchor = ""
+        """These are as in `home`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
         try:
@@ -160,6 +165,19 @@ class Journal:
         query = f"SELECT number, name, event FROM events WHERE number > ? {of_job} ORDER BY number LIMIT ?"
         found = ((number, job, *json.loads(text)) for number, job, text in self._rows(query, after, *names, limit))
         return [Event(number, job, State(state), *rest) for number, job, state, *rest in found]
+
+    @property
+    def outputs(self) -> str | None:
+        """The folder of outputs that was kept last, by whichever head."""
+        return self._outputs
+
+    def keep_outputs(self, outputs: str) -> None:
+        with self._lock:
+            with self._transaction():
+                self._rows("UPDATE home SET outputs = ?", outputs)
+                self._rows("INSERT INTO outbox(batch) VALUES (?)", _batch([], outputs=outputs))
+            self._outputs = outputs
+            self.flush()
 
     @property
     def is_behind(self) -> bool:
@@ -293,7 +311,8 @@ class Journal:
             else:
                 last = "(SELECT seq FROM sqlite_sequence WHERE name = 'outbox')"
                 self._rows(f"UPDATE home SET known = {last} WHERE known IS NULL")
-            ((home, self._known),) = self._rows("SELECT storage, known FROM home")
+            query = "SELECT storage, known, outputs, anchor FROM home"
+            ((home, self._known, self._outputs, self._anchor),) = self._rows(query)
         if home != self._name:
             text = f"{self._path}: got storage {self._name}; want {home}, where the rest of it is."
             raise StateError(f"{text} Name that one, or move the file away to begin with what the other holds.")
@@ -304,12 +323,13 @@ class Journal:
 
     def _make(self) -> None:
         last, histories, held = -1, dict[str, list[tuple[int, Entry]]](), dict[int | str, set[str]]()
+        outputs: str | None = None
         for name, content in self._objects():
             last = max(last, int(name[:16]))
             try:
                 batch = json.loads(content)
                 entries = [(int(row["event"]), _entry(row)) for row in batch["entries"]]
-                withdrawn = list(batch["withdrawn"])
+                withdrawn, outputs = list(batch["withdrawn"]), batch.get("outputs", outputs)
             except (ValueError, LookupError, TypeError) as error:
                 log.warning("%s: object %s is damaged and left out: %r", self._name, name, error)
                 continue
@@ -321,8 +341,8 @@ class Journal:
                 histories.setdefault(entry.name, []).append((number, entry))
         start = (last // _HEAD + 1) * _HEAD
         self._rows("INSERT INTO sqlite_sequence VALUES ('outbox', ?), ('events', ?)", start, start)
-        self._rows("INSERT INTO home(storage) VALUES (?)", self._name)
-        self._put(start, _batch([]))
+        anchor = self._put(start, _batch([]))
+        self._rows("INSERT INTO home(storage, outputs, anchor) VALUES (?, ?, ?)", self._name, outputs, anchor)
         for history in histories.values():
             for number, entry in history:
                 self._write(entry, number)
@@ -360,12 +380,12 @@ class Journal:
         content: bytes = files.open_input_stream(f"{folder}/{name}").read()
         return content
 
-    def _put(self, seq: int, batch: str, patience_s: float | None = None) -> None:
+    def _put(self, seq: int, batch: str, patience_s: float | None = None) -> str:
         """Write a new object, whole or not at all, within so long (`_PATIENCE_S`). One that takes longer may be there
         later, as may one that failed; until it is over, no other is begun. If it was the last to be begun and has come
-        since, it is not written again."""
+        since, it is not written again. Returns its name."""
         with self._storage_errors("written"):
-            self._ask(seq, patience_s, self._write_object, seq, batch)
+            return self._ask(seq, patience_s, self._write_object, seq, batch)
 
     def _ask(self, seq: int, patience_s: float | None, work: Callable[..., T], *given: Any) -> T:
         """The answer of the writer's thread; `seq` tells one work from the next."""
@@ -377,12 +397,19 @@ class Journal:
         self._is_away = False
         return answer
 
-    def _write_object(self, seq: int, batch: str) -> None:
-        """Its folder is not made again: where a mount is away, that would be on the head's own disk."""
+    def _write_object(self, seq: int, batch: str) -> str:
+        """Its folder is not made again: where a mount is away, that would be on the head's own disk. Nor is it written
+        into another one, which may come back over a folder that was begun while it was away."""
         files, folder = self._reach()
-        path = f"{folder}/{seq:016d}-{secrets.token_hex(8)}.json"
+        name = f"{seq:016d}-{secrets.token_hex(8)}.json"
+        path = f"{folder}/{name}"
         first = path if files.type_name in _OBJECT_STORES else f"{path}.incomplete"
         if isinstance(files, LocalFileSystem):
+            if not os.path.exists(f"{folder}/{self._anchor}"):
+                text = (
+                    f"there is no {folder}/{self._anchor}, which this journal wrote; if this is the right folder, move"
+                )
+                raise FileNotFoundError(f"{text} {self._path} away: one is made from what is here")
             try:
                 Path(first).write_text(batch)
                 os.replace(first, path)  # before both are synced, so that a disk's own journal is written once
@@ -394,11 +421,12 @@ class Journal:
                     with suppress(OSError):
                         os.unlink(left)
                 raise
-            return
+            return name
         with files.open_output_stream(first) as stream:
             stream.write(batch.encode())
         if first != path:
             files.move(first, path)
+        return name
 
     def _reach(self) -> tuple[Any, str]:
         """The storage's file system, and the journal's folder in it. At first use: some ask the network for it."""
@@ -451,8 +479,8 @@ def _changed(old: Entry, change: Change, now_s: float) -> Entry:
     return old if new == old else replace(new, changed_s=now_s)
 
 
-def _batch(entries: Sequence[tuple[int, Entry]], withdrawn: Sequence[int] = ()) -> str:
+def _batch(entries: Sequence[tuple[int, Entry]], withdrawn: Sequence[int] = (), **more: str) -> str:
     """An object: entries with the numbers of their events, or numbers of objects whose jobs were not added after all
     (or names of such jobs)."""
     rows = [{"event": number, **asdict(entry)} for number, entry in entries]
-    return json.dumps({"entries": rows, "withdrawn": withdrawn})
+    return json.dumps({"entries": rows, "withdrawn": withdrawn, **more})

@@ -56,11 +56,8 @@ class Scheduler:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._spec = ClusterSpec.model_validate(spec)
         self._lock = threading.RLock()
-        self._mark = self._spec.output_root / MARK
-        if not ray.get_runtime_context().was_current_actor_reconstructed:  # then it may be away, and is not made again
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.touch()
         journal = Journal(self._spec.state_folder / "journal.db", self._spec.storage)
+        self._mark = mark_outputs(self._spec.output_root, journal)
         self._roster = Roster(self._spec, journal, time.time())
         self._sweeps, self._wishing = Register(self._spec.output_root), threading.Lock()
         self._starting: set[str] = set()
@@ -389,6 +386,17 @@ class Scheduler:
         with self._lock:
             self._untold.pop(name, None)
             self._roster.forget_group(name, time.time(), reason)
+
+
+def mark_outputs(outputs: Path, journal: Journal) -> Path:
+    """The mark of a folder of outputs. Made when that is first used: later its mount may be away, and jobs would begin
+    anew on the disk beneath."""
+    mark = outputs / MARK
+    if journal.outputs != str(outputs):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        journal.keep_outputs(str(outputs))
+    return mark
 
 
 def go_first() -> None:

@@ -89,3 +89,44 @@ def test_the_storage_is_looked_through_once_by_each_process(cluster: Cluster, mo
     assert looked == [False]
     withdrawal = json.loads((cluster.objects / cluster.stored()[2]).read_text())
     assert withdrawal == {"entries": [], "withdrawn": [2]}
+
+
+def test_a_head_that_began_beneath_a_mount_does_not_write_into_what_is_mounted(cluster: Cluster) -> None:
+    """It found an empty folder, so its numbers are those of the first head."""
+    cluster.open().add([("a", {})], 1.0)
+    cluster.opened[-1].close()
+    mounted = cluster.storage.with_name("mounted")
+    cluster.storage.rename(mounted)
+    journal = cluster.after_loss()
+    journal.add([("b", {})], 2.0)
+    shutil.rmtree(cluster.storage)
+    mounted.rename(cluster.storage)
+    before = cluster.stored()
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"there is no .*\.json, which this journal wrote"):
+            journal.add([("c", {})], 3.0)
+        journal.change([Change("b", state=State.CANCELLED)], 3.0)
+        journal = cluster.reopen()
+    assert cluster.stored() == before
+    assert words(cluster.after_loss()) == [("a", State.QUEUED, "")]
+
+
+def test_a_journal_of_before_there_were_snapshots_goes_on(cluster: Cluster) -> None:
+    cluster.open().add([("a", {})], 1.0)
+    for column in ("known", "outputs", "anchor"):
+        cluster.opened[-1]._rows(f"ALTER TABLE home DROP COLUMN {column}")
+    cluster.opened[-1]._rows("PRAGMA user_version = 1")
+    cluster.reopen().add([("b", {})], 2.0)
+    assert cluster.opened[-1].outputs is None
+    assert cluster.reopen().flush()
+    assert [name for name, _ in specs(cluster.after_loss())] == [*"ab"]
+
+
+def test_the_outputs_that_are_marked_are_known_to_a_new_head(cluster: Cluster) -> None:
+    journal = cluster.open()
+    assert journal.outputs is None
+    for outputs in ("/out", "/other"):
+        journal.keep_outputs(outputs)
+        journal.add([("a" + outputs[1:], {})], 1.0)
+    assert journal.outputs == cluster.reopen().outputs == cluster.after_loss().outputs == "/other"
+    assert cluster.after_loss().outputs == "/other"
