@@ -91,7 +91,7 @@ class Register:
         return row is None or row.number < wish.number or row.state is State.RUNNING
 
     def tell(self, name: str, row: Row) -> None:
-        self._write(f"{name}{_ROW}", asdict(row))
+        self._write(name, _ROW, asdict(row))
 
     def ahead(self) -> dict[str, "Foretold"]:
         """What is expected of the candidates of all open sweeps, by name."""
@@ -173,11 +173,16 @@ class Register:
         }
 
     def _wish(self, name: str, wish: Wish) -> None:
-        self._write(f"{name}{_WISH}", asdict(wish))
+        self._write(name, _WISH, asdict(wish))
 
-    def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with atomic_path(self._folder / name) as path:
+    def _write(self, name: str, suffix: str, values: Mapping[str, Any]) -> None:
+        """Raises OSError where the outputs are away: beneath their mount nobody would find it again."""
+        try:
+            self._folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            text = f"sweep {name} cannot be written down: there is no {self._folder.parent}."
+            raise FileNotFoundError(f"{text} See that the folder of outputs is there.") from None
+        with atomic_path(self._folder / f"{name}{suffix}") as path:
             path.write_text(json.dumps(values), encoding="utf-8")
 
 

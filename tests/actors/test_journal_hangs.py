@@ -42,12 +42,12 @@ def test_a_storage_that_refuses_slowly_is_waited_for_once(tmp_path: Path, monkey
     journal.add([(name, {}) for name in "ab"], 1.0)
     may_go, is_away, write, written = threading.Event(), True, Journal._write_object, list[int]()
 
-    def slowly(self: Journal, seq: int, batch: str) -> None:
+    def slowly(self: Journal, seq: int, batch: str) -> str:
         may_go.wait(60)
         if is_away:
             raise OSError("refused")
         written.append(seq)
-        write(self, seq, batch)
+        return write(self, seq, batch)
 
     monkeypatch.setattr("tlora.actors.journal._PATIENCE_S", 0.2)
     monkeypatch.setattr(Journal, "_write_object", slowly)
