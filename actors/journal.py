@@ -41,6 +41,8 @@ _PATIENCE_S = 10.0
 """What a write may take, so that a storage that hangs holds nobody up for longer."""
 _READ_PATIENCE_S = 60.0
 """What a new head waits for a list of the objects, and then for each next one."""
+_FLUSH_S, _OWN_S, _LET_IN_S = 1.0, 0.2, 1e-3
+"""What storing may take that has waited, at one call, and beside a change; and the pause in which others get in."""
 _FOR_CLIENTS = {"gs": "retry_limit_seconds=10", "gcs": "retry_limit_seconds=10", "s3": "allow_delayed_open=true"}
 """What an address asks for unless it says otherwise. Google's client would try for 15 minutes; S3's would write each
 object by three requests, and leave a part of it in the bucket for ever if it were killed between them."""
@@ -217,34 +219,46 @@ class Journal:
         a transition illegal. Ends, pauses, wishes of users and specs are stored before this returns, or else by a
         later `flush`: no finished job becomes unfinished because a storage is away."""
         entries, stored = [], []
-        with self._lock:
-            with self._transaction():
-                for change in changes:
-                    old = self.get(change.name)
-                    if old is None:
-                        raise StateError(f"job {change.name} is not in the journal; want one that was added.")
-                    new = _changed(old, change, now_s)
-                    entries.append(new)
-                    number = 0 if new == old else self._write(new)
-                    has_left = any(each is State.PAUSED or each.is_terminal for each in (old.state, new.state))
-                    is_wished = old.wish != new.wish and not _BY_USERS.keys().isdisjoint((old.wish, new.wish))
-                    if new.spec != old.spec or is_wished or (has_left and new.state is not old.state):
-                        stored.append((number, new))
-                if stored:
-                    self._rows("INSERT INTO outbox(batch) VALUES (?)", _batch(stored))
+        with self._lock, self._transaction():
+            for change in changes:
+                old = self.get(change.name)
+                if old is None:
+                    raise StateError(f"job {change.name} is not in the journal; want one that was added.")
+                new = _changed(old, change, now_s)
+                entries.append(new)
+                number = 0 if new == old else self._write(new)
+                has_left = any(each is State.PAUSED or each.is_terminal for each in (old.state, new.state))
+                is_wished = old.wish != new.wish and not _BY_USERS.keys().isdisjoint((old.wish, new.wish))
+                if new.spec != old.spec or is_wished or (has_left and new.state is not old.state):
+                    stored.append((number, new))
             if stored:
-                self.flush()
+                self._rows("INSERT INTO outbox(batch) VALUES (?)", _batch(stored))
+        if stored:
+            self.flush(_OWN_S)
         return entries
 
-    def flush(self) -> bool:
-        """Store what is not stored, in order; True when nothing is left. A storage that is away is logged, once,
-        and not waited for again: one write is begun at a time, and the next call sees what became of it."""
+    def flush(self, for_s: float = _FLUSH_S) -> bool:
+        """Store what is not stored, in order, until nothing is left or so much time is over; whether nothing is. Who
+        waits for the journal gets it after each object. A storage that is away is logged, once, and not waited for
+        again: one write is begun at a time, and the next call sees what became of it."""
+        until_s = time.monotonic() + for_s
+        while self._flush_one():
+            if not self.is_behind:
+                return True
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_LET_IN_S)
+        return False
+
+    def _flush_one(self) -> bool:
+        """Store what comes next, if anything does; False: it could not be."""
         with self._lock:
+            patience_s = 0.0 if self._is_away else _PATIENCE_S
             try:
-                self._verify(0.0 if self._is_away else _PATIENCE_S)
+                self._verify(patience_s)
                 self._withdraw()
-                for seq, batch in self._rows("SELECT seq, batch FROM outbox ORDER BY seq"):
-                    self._put(seq, batch, 0.0 if self._is_away else _PATIENCE_S)
+                for seq, batch in self._rows("SELECT seq, batch FROM outbox ORDER BY seq LIMIT 1"):
+                    self._put(seq, batch, patience_s)
                     self._rows("DELETE FROM outbox WHERE seq = ?", seq)
             except OSError as error:
                 log.log(logging.DEBUG if self._is_away else logging.WARNING, "%s It is tried again.", error)
