@@ -158,9 +158,13 @@ class Scheduler:
     def status(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """One mapping a job or sweep: all sweeps first, or in the order of the names."""
         found = {name: self._sweeps.status(name) for name in self._sweeps.names() if names is None or name in names}
-        if names is None:  # of values that do not change: nobody waits for a long list
-            return [*found.values(), *self._roster.status()]
-        return [found[name] if name in found else self._roster.status([name])[0] for name in names]
+        wanted = [*found, *list(self._roster.jobs)] if names is None else names
+        return [found[name] if name in found else self._row(name) for name in wanted]
+
+    def _row(self, name: str) -> dict[str, Any]:
+        """Of a job. Each by itself: nobody waits for a long list."""
+        with self._lock:
+            return self._roster.status([name])[0]
 
     def spec(self, name: str) -> dict[str, Any]:
         """A job's own, as it was submitted."""
