@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import RLock
 from types import MappingProxyType
@@ -24,9 +24,10 @@ from typing import Any, TypeVar
 
 from pyarrow.fs import FileSelector, FileSystem, LocalFileSystem
 
+from tlora.actors.entries import Change, Entry, Event, batch_of, changed, entry_of, plain
 from tlora.errors import CheckpointError, StateError
 from tlora.files import sync_folder
-from tlora.job import JobRecord, State
+from tlora.job import State
 
 log = logging.getLogger("tlora")
 T = TypeVar("T")
@@ -69,55 +70,6 @@ journal knew of when it was opened; null: it has seen since that the storage hol
 that is marked. `anchor`: an object that it has written; where that is not, this is not its storage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A job as it last was. `attempt` is raised at each placement: what is said of an earlier one is stale. `place` is
-    empty for nowhere. `wish`: what its worker is still to do. `numbers`: its steps, tokens and losses, when it last
-    left a place. `halt`: where a sweep's candidate stops next, until it has. `restarts`: times that it lost its worker.
-    """
-
-    name: str
-    spec: dict[str, Any]
-    state: State = State.QUEUED
-    reason: str = ""
-    attempt: int = 0
-    place: str = ""
-    submitted_s: float = 0.0
-    changed_s: float = 0.0
-    wish: str = ""
-    numbers: dict[str, Any] = field(default_factory=dict)
-    halt: dict[str, Any] = field(default_factory=dict)
-    restarts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What becomes of a job; None: it stays. The same state again leaves the reason, too."""
-
-    name: str
-    state: State | None = None
-    reason: str | None = None
-    attempt: int | None = None
-    place: str | None = None
-    spec: dict[str, Any] | None = None
-    wish: str | None = None
-    numbers: dict[str, Any] | None = None
-    halt: dict[str, Any] | None = None
-    restarts: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A job as one change left it. Numbers grow, with gaps, and go on growing under the next head."""
-
-    number: int
-    name: str
-    state: State
-    reason: str
-    place: str
-    time_s: float
-
-
 class Journal:
     """Opens the database at `path`, or makes it from what a former head stored. Raises OSError if that cannot be read,
     StateError if the database belongs to another storage or is older than it, CheckpointError if it is damaged."""
@@ -155,11 +107,11 @@ class Journal:
 
     def entries(self) -> list[Entry]:
         """In order of submission."""
-        return [_entry(json.loads(text)) for (text,) in self._rows("SELECT entry FROM jobs ORDER BY number")]
+        return [entry_of(json.loads(text)) for (text,) in self._rows("SELECT entry FROM jobs ORDER BY number")]
 
     def get(self, name: str) -> Entry | None:
         rows = self._rows("SELECT entry FROM jobs WHERE name = ?", name)
-        return _entry(json.loads(rows[0][0])) if rows else None
+        return entry_of(json.loads(rows[0][0])) if rows else None
 
     def events(self, after: int, name: str | None = None, limit: int = 1000) -> list[Event]:
         """The first `limit` events, of one job or of all, whose numbers are above `after`."""
@@ -177,7 +129,7 @@ class Journal:
         with self._lock:
             with self._transaction():
                 self._rows("UPDATE home SET outputs = ?", outputs)
-                self._rows("INSERT INTO outbox(batch) VALUES (?)", _batch([], outputs=outputs))
+                self._rows("INSERT INTO outbox(batch) VALUES (?)", batch_of([], outputs=outputs))
             self._outputs = outputs
             self.flush()
 
@@ -195,7 +147,7 @@ class Journal:
         Their object is written before they are committed here, and has the next number; so if that fails, or is killed,
         there may be one object of that number that nobody knows of, which `_transaction` withdraws."""
         entries = [
-            Entry(name, _plain(spec), submitted_s=now_s, changed_s=now_s, halt=_plain(halts.get(name, {})))
+            Entry(name, plain(spec), submitted_s=now_s, changed_s=now_s, halt=plain(halts.get(name, {})))
             for name, spec in specs
         ]
         names = {entry.name: entry for entry in entries}
@@ -207,7 +159,7 @@ class Journal:
             self._verify()
             self._withdraw()
             with self._transaction():
-                batch = _batch([(self._write(entry), entry) for entry in entries])
+                batch = batch_of([(self._write(entry), entry) for entry in entries])
                 query = "UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'outbox' RETURNING seq"
                 ((seq,),) = self._rows(query)
                 self._is_in_doubt = True
@@ -224,7 +176,7 @@ class Journal:
                 old = self.get(change.name)
                 if old is None:
                     raise StateError(f"job {change.name} is not in the journal; want one that was added.")
-                new = _changed(old, change, now_s)
+                new = changed(old, change, now_s)
                 entries.append(new)
                 number = 0 if new == old else self._write(new)
                 has_left = any(each is State.PAUSED or each.is_terminal for each in (old.state, new.state))
@@ -232,7 +184,7 @@ class Journal:
                 if new.spec != old.spec or is_wished or (has_left and new.state is not old.state):
                     stored.append((number, new))
             if stored:
-                self._rows("INSERT INTO outbox(batch) VALUES (?)", _batch(stored))
+                self._rows("INSERT INTO outbox(batch) VALUES (?)", batch_of(stored))
         if stored:
             self.flush(_OWN_S)
         return entries
@@ -275,7 +227,7 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             if self._is_in_doubt:
                 ((last,),) = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'")
-                self._rows("INSERT INTO outbox VALUES (?, ?)", last + 2, _batch([], [last + 1]))
+                self._rows("INSERT INTO outbox VALUES (?, ?)", last + 2, batch_of([], [last + 1]))
             yield
         self._is_in_doubt = False
 
@@ -342,7 +294,7 @@ class Journal:
             last = max(last, int(name[:16]))
             try:
                 batch = json.loads(content)
-                entries = [(int(row["event"]), _entry(row)) for row in batch["entries"]]
+                entries = [(int(row["event"]), entry_of(row)) for row in batch["entries"]]
                 withdrawn, outputs = list(batch["withdrawn"]), batch.get("outputs", outputs)
             except (ValueError, LookupError, TypeError) as error:
                 log.warning("%s: object %s is damaged and left out: %r", self._name, name, error)
@@ -355,7 +307,7 @@ class Journal:
                 histories.setdefault(entry.name, []).append((number, entry))
         start = (last // _HEAD + 1) * _HEAD
         self._rows("INSERT INTO sqlite_sequence VALUES ('outbox', ?), ('events', ?)", start, start)
-        anchor = self._put(start, _batch([]))
+        anchor = self._put(start, batch_of([]))
         self._rows("INSERT INTO home(storage, outputs, anchor) VALUES (?, ?, ?)", self._name, outputs, anchor)
         for history in histories.values():
             for number, entry in history:
@@ -468,33 +420,3 @@ def _answer(work: "Future[T]", patience_s: float) -> T:
         if work.done():  # it is the storage's own
             raise
         raise TimeoutError(f"no answer for {patience_s:g} s") from None
-
-
-def _plain(spec: dict[str, Any]) -> Any:
-    """A copy, as it will be read back."""
-    return json.loads(json.dumps(spec))
-
-
-def _entry(row: dict[str, Any]) -> Entry:
-    """What only a newer version knows is left out."""
-    known = {key: row[key] for key in Entry.__dataclass_fields__ if key in row}
-    return Entry(**known | {"state": State(row["state"])})
-
-
-def _changed(old: Entry, change: Change, now_s: float) -> Entry:
-    """Raises StateError if the transition is illegal. `old` if nothing differs: a change may come twice."""
-    told = {key: value for key, value in asdict(change).items() if value is not None and key != "state"}
-    new = replace(old, **told)
-    if change.state is not None:
-        record = JobRecord(old.name, old.state, old.reason)
-        record.to(change.state, new.reason)
-        new = replace(new, state=record.state, reason=record.reason)
-    new = replace(new, spec=_plain(new.spec))
-    return old if new == old else replace(new, changed_s=now_s)
-
-
-def _batch(entries: Sequence[tuple[int, Entry]], withdrawn: Sequence[int] = (), **more: str) -> str:
-    """An object: entries with the numbers of their events, or numbers of objects whose jobs were not added after all
-    (or names of such jobs)."""
-    rows = [{"event": number, **asdict(entry)} for number, entry in entries]
-    return json.dumps({"entries": rows, "withdrawn": withdrawn, **more})

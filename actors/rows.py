@@ -4,7 +4,7 @@ JSON. No Ray, no torch."""
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tlora.actors.journal import Entry
+from tlora.actors.entries import Entry
 from tlora.job import State
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from tlora.actors.journal import Change, Entry
+from tlora.actors.entries import Change, Entry
 from tlora.actors.messages import JobReport
 from tlora.capacity import BaseModel, Load
 from tlora.job import State

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from journal_scenes import Cluster, specs, words
 
-from tlora.actors.journal import Change, Journal
+from tlora.actors.entries import Change
+from tlora.actors.journal import Journal
 from tlora.errors import StateError
 from tlora.job import State
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tlora.actors.journal import Change, Journal
+from tlora.actors.entries import Change
+from tlora.actors.journal import Journal
 from tlora.job import State
 
 

@@ -14,7 +14,7 @@ import pytest
 from journal_scenes import Cluster, Files, specs, words
 
 from tlora.actors import journal as module
-from tlora.actors.journal import Change
+from tlora.actors.entries import Change
 from tlora.job import State
 
 
@@ -64,7 +64,8 @@ def test_whatever_fails_or_is_killed_both_places_say_the_same(
 COMMON = """
 import os, sys
 from pathlib import Path
-from tlora.actors.journal import Change, Journal
+from tlora.actors.entries import Change
+from tlora.actors.journal import Journal
 from tlora.job import State
 journal = Journal(Path(sys.argv[1]), sys.argv[2])
 def finish(name):
