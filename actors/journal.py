@@ -180,8 +180,9 @@ class Journal:
                 entries.append(new)
                 number = 0 if new == old else self._write(new)
                 has_left = any(each is State.PAUSED or each.is_terminal for each in (old.state, new.state))
+                has_left = has_left and (old.state, old.reason) != (new.state, new.reason)
                 is_wished = old.wish != new.wish and not _BY_USERS.keys().isdisjoint((old.wish, new.wish))
-                if new.spec != old.spec or is_wished or (has_left and new.state is not old.state):
+                if new.spec != old.spec or is_wished or has_left:
                     stored.append((number, new))
             if stored:
                 self._rows("INSERT INTO outbox(batch) VALUES (?)", batch_of(stored))

@@ -166,7 +166,9 @@ class Roster:
         one that its user has paused until that user lets it go on."""
         self.submit([spec], now_s, {spec.name: halt})
         entry = self.entry(spec.name)
-        if not entry.state.is_terminal and entry.reason != BY_USER:
+        if entry.reason == BY_USER:
+            self._change([Change(spec.name, halt=halt)], now_s)
+        elif not entry.state.is_terminal:
             self.resume([spec.name], now_s, {spec.name: halt})
 
     def explain(self, name: str, reason: str, now_s: float) -> None:
@@ -182,10 +184,13 @@ class Roster:
                 raise StateError(f"job {name} is {entry.state}: it cannot become {state}.")
             if state is State.PAUSED and entry.wish in (State.CANCELLED, "dropped"):
                 raise StateError(f"job {name} is being cancelled: it cannot become {state}.")
+            is_users = State.PAUSED in (entry.state, entry.wish) and entry.reason == BY_USER
+            if state is State.PAUSED and is_users:
+                continue  # until that user says otherwise
             if entry.place:
                 changes.append(Change(name, wish=state.value if keep else "dropped", reason=reason))
-            elif entry.state is not state:
-                changes.append(Change(name, state=state, reason=reason))
+            elif entry.state is not state or reason == BY_USER:
+                changes.append(Change(name, state=None if entry.state is state else state, reason=reason))
         self._change(changes, now_s)
 
     def entry(self, name: str) -> Entry:
@@ -481,11 +486,6 @@ class Roster:
         """One mapping a job, in order of submission: ready for JSON."""
         wanted = None if names is None else [self.entry(name).name for name in names]
         return [rows.of_job(self, self.jobs[name]) for name in (list(self.jobs) if wanted is None else wanted)]
-
-    def tick_error(self, group: str) -> float | None:
-        """How far off the base's ticks are foretold, on the mean: of |predicted / measured − 1|. None: nothing was."""
-        learner = self.learners.get(self.groups[group].base) if group in self.groups else None
-        return None if learner is None or math.isnan(learner.error) else round(learner.error, 4)
 
     def describe_workers(self) -> list[dict[str, Any]]:
         """One mapping a worker that has been heard of."""
