@@ -13,7 +13,7 @@ class Entry:
     """A job as it last was. `attempt` is raised at each placement: what is said of an earlier one is stale. `place` is
     empty for nowhere. `wish`: what its worker is still to do. `numbers`: its steps, tokens and losses, when it last
     left a place. `halt`: where a sweep's candidate stops next, until it has. `restarts`: times that it lost its worker;
-    `crashes`: in a row, as it was being taken in.
+    `crashes`: in a row, as it was being taken in. `rested_s`: in which its user, or its own end, held it back.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Entry:
     halt: dict[str, Any] = field(default_factory=dict)
     restarts: int = 0
     crashes: int = 0
+    rested_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Change:
     halt: dict[str, Any] | None = None
     restarts: int | None = None
     crashes: int | None = None
+    rested_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

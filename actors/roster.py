@@ -153,7 +153,9 @@ class Roster:
             if halt is None and entry.state.is_terminal:  # its sweep has counted it out
                 halt = {}
             if entry.state is State.PAUSED or entry.state.is_terminal:
-                changes.append(Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halt))
+                rested_s = now_s - entry.changed_s if name not in halts or entry.halt else 0.0  # else it was at a rung
+                again = Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halt)
+                changes.append(replace(again, rested_s=entry.rested_s + rested_s))
             elif entry.wish == State.PAUSED or (name not in halts and entry.wish in (State.CANCELLED, "dropped")):
                 changes.append(Change(name, wish="", reason="", halt=halt))
             elif halt:

@@ -220,6 +220,7 @@ class View:
             self._roster.base_of(entry),
             entry.submitted_s,
             _load(entry, told),
+            rested_s=entry.rested_s,
             bound=spec.get("max_slowdown", 3.0),
             priority=spec.get("priority", 0),
             user=spec.get("user", ""),

@@ -65,3 +65,28 @@ def test_a_sweep_that_stops_leaves_its_users_pause(desk: RosterDesk) -> None:
     worker.say()
     (row,) = desk.roster.status()
     assert (row["state"], row["reason"], desk.roster.entry("a").halt) == ("paused", BY_USER, {"until": 24})
+
+
+@pytest.mark.parametrize("ends", ["paused", "cancelled", "stopped with its sweep"])
+def test_a_job_that_rested_has_not_waited(desk: RosterDesk, ends: str) -> None:
+    """Else it would go before all others as soon as it is resumed, and take over another base's worker."""
+    halts = {"a": {"until": 8}} if "sweep" in ends else {}
+    desk.roster.submit([spec_of("a", steps=10)], desk.now_s, halts)
+    desk.now_s += 60.0
+    if ends == "cancelled":
+        desk.roster.cancel(["a"], desk.now_s)
+    else:
+        desk.roster.pause(["a"], desk.now_s, "its sweep has stopped" if halts else BY_USER)
+    desk.now_s += 5 * DAY_S
+    desk.roster.resume(["a"], desk.now_s, halts)
+    for is_overdue in (False, True):
+        desk.plan()
+        assert desk.roster._view.state(desk.now_s).jobs["a"].is_overdue == is_overdue
+        desk.now_s += 2 * DAY_S
+    assert desk.roster.entry("a").rested_s == 5 * DAY_S
+
+
+def test_a_candidate_that_waits_at_a_rung_waits(desk: RosterDesk, at_a_rung: FakeWorker) -> None:
+    desk.now_s += DAY_S
+    desk.roster.train(spec_of("a"), {"until": 24}, desk.now_s)
+    assert desk.roster.entry("a").rested_s == 0.0
