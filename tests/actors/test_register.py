@@ -109,3 +109,29 @@ def test_what_is_expected_of_candidates_is_known_until_they_end(book: Register) 
     assert Foretold("s", 10.0, 10.0, 0).steps(step=100, batch=4) == (1.0, 1.0)
     book.tell("s", row_of(state, Halving(), 1, State.FINISHED, "", 0.0))
     assert book.ahead() == {}
+
+
+def test_what_has_not_changed_is_not_read_again(
+    book: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by another process, whose writing is seen."""
+    names = [f"s{n}" for n in range(5)]
+    for name in names:
+        book.submit(sweep(name=name), 0.0)
+        book.tell(name, Row(1, State.FINISHED))
+    other, reads, read = Register(tmp_path), list[str](), Path.read_text
+
+    def counted(path: Path, **how: str) -> str:
+        reads.append(path.name)
+        return read(path, **how)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    for _ in range(3):
+        assert not any(map(other.is_open, other.names()))
+        assert other.ahead() == {}
+    assert len(reads) == len(set(reads)) == 10
+    for turn in range(2, 5):  # as large as before, and maybe at the same moment
+        book.tell("s1", Row(turn, State.RUNNING, ahead={"c": (turn, 9.0, 0)}))
+        assert (other.row("s1"), other.ahead()["c"].expected) == (book.row("s1"), turn)
+    book.want("s2", State.RUNNING)
+    assert [name for name in names if other.is_open(name)] == ["s1", "s2"]
