@@ -23,3 +23,11 @@ class Folders:
         path = Path(os.path.normpath(output))
         found = (self._holders.get(path), *(self._jobs.get(folder) for folder in (path, *path.parents)))
         return next((other for other in found if other not in (None, name)), None)
+
+
+def outside(root: Path, output: Path) -> str:
+    """Why a job or sweep may not write there; empty: it may. `root`: the cluster's folder of outputs."""
+    top, path = (Path(os.path.realpath(each.expanduser())) for each in (root, output))
+    if top in path.parents and top / "_tlora" not in (path, *path.parents):
+        return ""
+    return f"output {output} lies outside of the folder of this cluster's outputs, {root}."

@@ -13,10 +13,10 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import RLock
 from types import MappingProxyType
@@ -24,9 +24,10 @@ from typing import Any, TypeVar
 
 from pyarrow.fs import FileSelector, FileSystem, LocalFileSystem
 
+from tlora.actors.entries import Change, Entry, Event, batch_of, changed, entry_of, plain
 from tlora.errors import CheckpointError, StateError
 from tlora.files import sync_folder
-from tlora.job import JobRecord, State
+from tlora.job import State
 
 log = logging.getLogger("tlora")
 T = TypeVar("T")
@@ -41,73 +42,37 @@ _PATIENCE_S = 10.0
 """What a write may take, so that a storage that hangs holds nobody up for longer."""
 _READ_PATIENCE_S = 60.0
 """What a new head waits for a list of the objects, and then for each next one."""
+_FLUSH_S, _OWN_S, _LET_IN_S = 1.0, 0.2, 1e-3
+"""What storing may take that has waited, at one call, and beside a change; and the pause in which others get in."""
 _FOR_CLIENTS = {"gs": "retry_limit_seconds=10", "gcs": "retry_limit_seconds=10", "s3": "allow_delayed_open=true"}
 """What an address asks for unless it says otherwise. Google's client would try for 15 minutes; S3's would write each
 object by three requests, and leave a part of it in the bucket for ever if it were killed between them."""
 _BY_USERS = {"paused": State.PAUSED, "cancelled": State.CANCELLED, "dropped": State.CANCELLED}
 """What a job becomes by a wish that somebody was told is taken down."""
-_SCHEMA = """
+_SCHEMAS = (
+    """
 CREATE TABLE home (storage TEXT NOT NULL);
 CREATE TABLE jobs (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry TEXT NOT NULL);
 CREATE TABLE events (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, event TEXT NOT NULL);
 CREATE INDEX events_of_job ON events (name, number);
 CREATE TABLE outbox (seq INTEGER PRIMARY KEY AUTOINCREMENT, batch TEXT NOT NULL);
 PRAGMA user_version = 1
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A job as it last was. `attempt` is raised at each placement: what is said of an earlier one is stale. `place` is
-    empty for nowhere. `wish`: what its worker is still to do. `numbers`: its steps, tokens and losses, when it last
-    left a place. `halt`: where a sweep's candidate stops next, until it has. `restarts`: times that it lost its worker.
+""",
     """
-
-    name: str
-    spec: dict[str, Any]
-    state: State = State.QUEUED
-    reason: str = ""
-    attempt: int = 0
-    place: str = ""
-    submitted_s: float = 0.0
-    changed_s: float = 0.0
-    wish: str = ""
-    numbers: dict[str, Any] = field(default_factory=dict)
-    halt: dict[str, Any] = field(default_factory=dict)
-    restarts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What becomes of a job; None: it stays. The same state again leaves the reason, too."""
-
-    name: str
-    state: State | None = None
-    reason: str | None = None
-    attempt: int | None = None
-    place: str | None = None
-    spec: dict[str, Any] | None = None
-    wish: str | None = None
-    numbers: dict[str, Any] | None = None
-    halt: dict[str, Any] | None = None
-    restarts: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A job as one change left it. Numbers grow, with gaps, and go on growing under the next head."""
-
-    number: int
-    name: str
-    state: State
-    reason: str
-    place: str
-    time_s: float
+ALTER TABLE home ADD COLUMN known INTEGER;
+ALTER TABLE home ADD COLUMN outputs TEXT;
+ALTER TABLE home ADD COLUMN anchor TEXT NOT NULL DEFAULT '';
+PRAGMA user_version = 2
+""",
+)
+"""Each makes the next version from the one before. In `home`, `known` is the number of the last object that this
+journal knew of when it was opened; null: it has seen since that the storage holds no later one. `outputs`: the folder
+that is marked. `anchor`: an object that it has written; where that is not, this is not its storage."""
 
 
 class Journal:
     """Opens the database at `path`, or makes it from what a former head stored. Raises OSError if that cannot be read,
-    StateError if the database belongs to another storage, CheckpointError if it is damaged."""
+    StateError if the database belongs to another storage or is older than it, CheckpointError if it is damaged."""
 
     def __init__(self, path: Path, storage: str):
         self._path, self._lock, self._is_away = path.absolute(), RLock(), False
@@ -115,11 +80,15 @@ class Journal:
         self._name = re.sub("://[^/]*@", "://", self._storage)  # without credentials
         self._target: tuple[Any, str] | None = None
         self._pool = ThreadPoolExecutor(1, "tlora-journal")
-        self._late: Future[None] | None = None
+        self._late: Future[Any] | None = None
         self._late_seq = -1
         """Of the object that was begun last."""
         self._is_in_doubt = False
         """The storage may hold an object of the next number."""
+        self._known: int | None = None
+        self._outputs: str | None = None
+        self._anchor = ""
+        """These are as in `home`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
         try:
@@ -138,11 +107,11 @@ class Journal:
 
     def entries(self) -> list[Entry]:
         """In order of submission."""
-        return [_entry(json.loads(text)) for (text,) in self._rows("SELECT entry FROM jobs ORDER BY number")]
+        return [entry_of(json.loads(text)) for (text,) in self._rows("SELECT entry FROM jobs ORDER BY number")]
 
     def get(self, name: str) -> Entry | None:
         rows = self._rows("SELECT entry FROM jobs WHERE name = ?", name)
-        return _entry(json.loads(rows[0][0])) if rows else None
+        return entry_of(json.loads(rows[0][0])) if rows else None
 
     def events(self, after: int, name: str | None = None, limit: int = 1000) -> list[Event]:
         """The first `limit` events, of one job or of all, whose numbers are above `after`."""
@@ -150,6 +119,19 @@ class Journal:
         query = f"SELECT number, name, event FROM events WHERE number > ? {of_job} ORDER BY number LIMIT ?"
         found = ((number, job, *json.loads(text)) for number, job, text in self._rows(query, after, *names, limit))
         return [Event(number, job, State(state), *rest) for number, job, state, *rest in found]
+
+    @property
+    def outputs(self) -> str | None:
+        """The folder of outputs that was kept last, by whichever head."""
+        return self._outputs
+
+    def keep_outputs(self, outputs: str) -> None:
+        with self._lock:
+            with self._transaction():
+                self._rows("UPDATE home SET outputs = ?", outputs)
+                self._rows("INSERT INTO outbox(batch) VALUES (?)", batch_of([], outputs=outputs))
+            self._outputs = outputs
+            self.flush()
 
     @property
     def is_behind(self) -> bool:
@@ -165,7 +147,7 @@ class Journal:
         Their object is written before they are committed here, and has the next number; so if that fails, or is killed,
         there may be one object of that number that nobody knows of, which `_transaction` withdraws."""
         entries = [
-            Entry(name, _plain(spec), submitted_s=now_s, changed_s=now_s, halt=_plain(halts.get(name, {})))
+            Entry(name, plain(spec), submitted_s=now_s, changed_s=now_s, halt=plain(halts.get(name, {})))
             for name, spec in specs
         ]
         names = {entry.name: entry for entry in entries}
@@ -174,9 +156,10 @@ class Journal:
         with self._lock:
             if taken := [entry.name for entry in entries if names[entry.name] is not entry or self.get(entry.name)]:
                 raise StateError(f"job {taken[0]}: got this name a second time; want it once. Choose another name.")
+            self._verify()
             self._withdraw()
             with self._transaction():
-                batch = _batch([(self._write(entry), entry) for entry in entries])
+                batch = batch_of([(self._write(entry), entry) for entry in entries])
                 query = "UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'outbox' RETURNING seq"
                 ((seq,),) = self._rows(query)
                 self._is_in_doubt = True
@@ -188,38 +171,55 @@ class Journal:
         a transition illegal. Ends, pauses, wishes of users and specs are stored before this returns, or else by a
         later `flush`: no finished job becomes unfinished because a storage is away."""
         entries, stored = [], []
-        with self._lock:
-            with self._transaction():
-                for change in changes:
-                    old = self.get(change.name)
-                    if old is None:
-                        raise StateError(f"job {change.name} is not in the journal; want one that was added.")
-                    new = _changed(old, change, now_s)
-                    entries.append(new)
-                    number = 0 if new == old else self._write(new)
-                    has_left = any(each is State.PAUSED or each.is_terminal for each in (old.state, new.state))
-                    is_wished = old.wish != new.wish and not _BY_USERS.keys().isdisjoint((old.wish, new.wish))
-                    if new.spec != old.spec or is_wished or (has_left and new.state is not old.state):
-                        stored.append((number, new))
-                if stored:
-                    self._rows("INSERT INTO outbox(batch) VALUES (?)", _batch(stored))
+        with self._lock, self._transaction():
+            for change in changes:
+                old = self.get(change.name)
+                if old is None:
+                    raise StateError(f"job {change.name} is not in the journal; want one that was added.")
+                new = changed(old, change, now_s)
+                entries.append(new)
+                number = 0 if new == old else self._write(new)
+                has_left = any(each is State.PAUSED or each.is_terminal for each in (old.state, new.state))
+                has_left = has_left and (old.state, old.reason) != (new.state, new.reason)
+                is_wished = old.wish != new.wish and not _BY_USERS.keys().isdisjoint((old.wish, new.wish))
+                if new.spec != old.spec or is_wished or has_left:
+                    stored.append((number, new))
             if stored:
-                self.flush()
+                self._rows("INSERT INTO outbox(batch) VALUES (?)", batch_of(stored))
+        if stored:
+            self.flush(_OWN_S)
         return entries
 
-    def flush(self) -> bool:
-        """Store what is not stored, in order; True when nothing is left. A storage that is away is logged, once,
-        and not waited for again: one write is begun at a time, and the next call sees what became of it."""
+    def flush(self, for_s: float = _FLUSH_S) -> bool:
+        """Store what is not stored, in order, until nothing is left or so much time is over; whether nothing is. Who
+        waits for the journal gets it after each object. A storage that is away is logged, once, and not waited for
+        again: one write is begun at a time, and the next call sees what became of it."""
+        until_s = time.monotonic() + for_s
+        while self._flush_one():
+            if not self.is_behind:
+                return True
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_LET_IN_S)
+        return False
+
+    def _flush_one(self) -> bool:
+        """Store what comes next, if anything does; False: it could not be."""
         with self._lock:
-            self._withdraw()
-            for seq, batch in self._rows("SELECT seq, batch FROM outbox ORDER BY seq"):
-                try:
-                    self._put(seq, batch, 0.0 if self._is_away else _PATIENCE_S)
-                except OSError as error:
-                    log.log(logging.DEBUG if self._is_away else logging.WARNING, "%s It is tried again.", error)
-                    self._is_away = True
-                    return False
-                self._rows("DELETE FROM outbox WHERE seq = ?", seq)
+            patience_s = 0.0 if self._is_away else _PATIENCE_S
+            try:
+                self._verify(patience_s)
+                self._withdraw()
+                for seq, batch in self._rows("SELECT seq, batch FROM outbox ORDER BY seq LIMIT 1"):
+                    self._put(seq, batch, patience_s)
+                    self._rows("DELETE FROM outbox WHERE seq = ?", seq)
+            except OSError as error:
+                log.log(logging.DEBUG if self._is_away else logging.WARNING, "%s It is tried again.", error)
+                self._is_away = True
+                return False
+            except StateError as error:
+                log.error("nothing is stored: %s", error)
+                return False
         return True
 
     @contextmanager
@@ -228,9 +228,25 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             if self._is_in_doubt:
                 ((last,),) = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'")
-                self._rows("INSERT INTO outbox VALUES (?, ?)", last + 2, _batch([], [last + 1]))
+                self._rows("INSERT INTO outbox VALUES (?, ?)", last + 2, batch_of([], [last + 1]))
             yield
         self._is_in_doubt = False
+
+    def _verify(self, patience_s: float | None = None) -> None:
+        """Once, before the first object: that the storage holds none which this journal does not know of. Its numbers
+        would be given out a second time, and it would withdraw the next one, which may be of jobs that were added."""
+        if self._known is None:
+            return
+        with self._storage_errors("read"):
+            stored = filter(_OBJECT.fullmatch, self._ask(-1, patience_s, self._listed))
+            newest = max((int(name[:16]) for name in stored), default=-1)
+        if newest > self._known + 1:  # that one may be of an `add` that was killed
+            text = (
+                f"{self._path}: is older than storage {self._name}, of which it knows {self._known} and not {newest}."
+            )
+            raise StateError(f"{text} Move the file away: one is made from what the storage holds.")
+        self._rows("UPDATE home SET known = NULL")
+        self._known = None
 
     def _withdraw(self) -> None:
         """The object of jobs that were not added, if there may be one."""
@@ -254,23 +270,33 @@ class Journal:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         with self._transaction():  # a head that is killed while it makes the database leaves none
-            if is_new := self._rows("PRAGMA user_version") == [(0,)]:
+            ((version,),) = self._rows("PRAGMA user_version")
+            for statement in ";".join(_SCHEMAS[version:]).split(";"):
+                self._db.execute(statement)
+            if version == 0:
                 self._make()
-            ((home,),) = self._rows("SELECT storage FROM home")
+            else:
+                last = "(SELECT seq FROM sqlite_sequence WHERE name = 'outbox')"
+                self._rows(f"UPDATE home SET known = {last} WHERE known IS NULL")
+            query = "SELECT storage, known, outputs, anchor FROM home"
+            ((home, self._known, self._outputs, self._anchor),) = self._rows(query)
         if home != self._name:
             text = f"{self._path}: got storage {self._name}; want {home}, where the rest of it is."
             raise StateError(f"{text} Name that one, or move the file away to begin with what the other holds.")
-        self._is_in_doubt = not is_new
+        self._is_in_doubt = version > 0
+        with suppress(OSError):  # of a storage that is away, which is seen to once it is back
+            self._verify()
         self.flush()
 
     def _make(self) -> None:
         last, histories, held = -1, dict[str, list[tuple[int, Entry]]](), dict[int | str, set[str]]()
+        outputs: str | None = None
         for name, content in self._objects():
             last = max(last, int(name[:16]))
             try:
                 batch = json.loads(content)
-                entries = [(int(row["event"]), _entry(row)) for row in batch["entries"]]
-                withdrawn = list(batch["withdrawn"])
+                entries = [(int(row["event"]), entry_of(row)) for row in batch["entries"]]
+                withdrawn, outputs = list(batch["withdrawn"]), batch.get("outputs", outputs)
             except (ValueError, LookupError, TypeError) as error:
                 log.warning("%s: object %s is damaged and left out: %r", self._name, name, error)
                 continue
@@ -280,12 +306,10 @@ class Journal:
             held[int(name[:16])] = {entry.name for _, entry in entries}
             for number, entry in entries:
                 histories.setdefault(entry.name, []).append((number, entry))
-        for statement in _SCHEMA.split(";"):
-            self._db.execute(statement)
         start = (last // _HEAD + 1) * _HEAD
         self._rows("INSERT INTO sqlite_sequence VALUES ('outbox', ?), ('events', ?)", start, start)
-        self._rows("INSERT INTO home VALUES (?)", self._name)
-        self._put(start, _batch([]))
+        anchor = self._put(start, batch_of([]))
+        self._rows("INSERT INTO home(storage, outputs, anchor) VALUES (?, ?, ?)", self._name, outputs, anchor)
         for history in histories.values():
             for number, entry in history:
                 self._write(entry, number)
@@ -302,7 +326,7 @@ class Journal:
         readers = ThreadPoolExecutor(16, "tlora-journal-read")
         try:
             with self._storage_errors("read"):
-                found = _answer(readers.submit(self._listed), _READ_PATIENCE_S)
+                found = _answer(readers.submit(self._listed, is_new=True), _READ_PATIENCE_S)
                 whole = sorted(filter(_OBJECT.fullmatch, found))
                 for name in sorted(found.difference(whole)):
                     log.warning("%s: object %s is half-written or not a journal's, and left out.", self._name, name)
@@ -311,35 +335,48 @@ class Journal:
         finally:
             readers.shutdown(wait=False, cancel_futures=True)
 
-    def _listed(self) -> set[str]:
+    def _listed(self, *, is_new: bool = False) -> set[str]:
+        """Names in the journal's folder, which may not be there yet if `is_new`."""
         files, folder = self._reach()
-        if files.type_name not in _OBJECT_STORES:
+        if is_new and files.type_name not in _OBJECT_STORES:
             files.create_dir(folder, recursive=True)
-        return {info.base_name for info in files.get_file_info(FileSelector(folder, allow_not_found=True))}
+        return {info.base_name for info in files.get_file_info(FileSelector(folder, allow_not_found=is_new))}
 
     def _read(self, name: str) -> bytes:
         files, folder = self._reach()
         content: bytes = files.open_input_stream(f"{folder}/{name}").read()
         return content
 
-    def _put(self, seq: int, batch: str, patience_s: float | None = None) -> None:
+    def _put(self, seq: int, batch: str, patience_s: float | None = None) -> str:
         """Write a new object, whole or not at all, within so long (`_PATIENCE_S`). One that takes longer may be there
         later, as may one that failed; until it is over, no other is begun. If it was the last to be begun and has come
-        since, it is not written again."""
+        since, it is not written again. Returns its name."""
         with self._storage_errors("written"):
-            if self._late is not None and not self._late.done():
-                raise TimeoutError("an earlier object is still being written")
-            if self._late is None or self._late_seq != seq or self._late.exception() is not None:
-                self._late_seq, self._late = seq, self._pool.submit(self._write_object, seq, batch)
-            _answer(self._late, _PATIENCE_S if patience_s is None else patience_s)
-            self._is_away = False
+            return self._ask(seq, patience_s, self._write_object, seq, batch)
 
-    def _write_object(self, seq: int, batch: str) -> None:
-        """Its folder is not made again: where a mount is away, that would be on the head's own disk."""
+    def _ask(self, seq: int, patience_s: float | None, work: Callable[..., T], *given: Any) -> T:
+        """The answer of the writer's thread; `seq` tells one work from the next."""
+        if self._late is not None and not self._late.done():
+            raise TimeoutError("an earlier object is still being written")
+        if self._late is None or self._late_seq != seq or self._late.exception() is not None:
+            self._late_seq, self._late = seq, self._pool.submit(work, *given)
+        answer: T = _answer(self._late, _PATIENCE_S if patience_s is None else patience_s)
+        self._is_away = False
+        return answer
+
+    def _write_object(self, seq: int, batch: str) -> str:
+        """Its folder is not made again: where a mount is away, that would be on the head's own disk. Nor is it written
+        into another one, which may come back over a folder that was begun while it was away."""
         files, folder = self._reach()
-        path = f"{folder}/{seq:016d}-{secrets.token_hex(8)}.json"
+        name = f"{seq:016d}-{secrets.token_hex(8)}.json"
+        path = f"{folder}/{name}"
         first = path if files.type_name in _OBJECT_STORES else f"{path}.incomplete"
         if isinstance(files, LocalFileSystem):
+            if not os.path.exists(f"{folder}/{self._anchor}"):
+                text = (
+                    f"there is no {folder}/{self._anchor}, which this journal wrote; if this is the right folder, move"
+                )
+                raise FileNotFoundError(f"{text} {self._path} away: one is made from what is here")
             try:
                 Path(first).write_text(batch)
                 os.replace(first, path)  # before both are synced, so that a disk's own journal is written once
@@ -351,11 +388,12 @@ class Journal:
                     with suppress(OSError):
                         os.unlink(left)
                 raise
-            return
+            return name
         with files.open_output_stream(first) as stream:
             stream.write(batch.encode())
         if first != path:
             files.move(first, path)
+        return name
 
     def _reach(self) -> tuple[Any, str]:
         """The storage's file system, and the journal's folder in it. At first use: some ask the network for it."""
@@ -383,33 +421,3 @@ def _answer(work: "Future[T]", patience_s: float) -> T:
         if work.done():  # it is the storage's own
             raise
         raise TimeoutError(f"no answer for {patience_s:g} s") from None
-
-
-def _plain(spec: dict[str, Any]) -> Any:
-    """A copy, as it will be read back."""
-    return json.loads(json.dumps(spec))
-
-
-def _entry(row: dict[str, Any]) -> Entry:
-    """What only a newer version knows is left out."""
-    known = {key: row[key] for key in Entry.__dataclass_fields__ if key in row}
-    return Entry(**known | {"state": State(row["state"])})
-
-
-def _changed(old: Entry, change: Change, now_s: float) -> Entry:
-    """Raises StateError if the transition is illegal. `old` if nothing differs: a change may come twice."""
-    told = {key: value for key, value in asdict(change).items() if value is not None and key != "state"}
-    new = replace(old, **told)
-    if change.state is not None:
-        record = JobRecord(old.name, old.state, old.reason)
-        record.to(change.state, new.reason)
-        new = replace(new, state=record.state, reason=record.reason)
-    new = replace(new, spec=_plain(new.spec))
-    return old if new == old else replace(new, changed_s=now_s)
-
-
-def _batch(entries: Sequence[tuple[int, Entry]], withdrawn: Sequence[int] = ()) -> str:
-    """An object: entries with the numbers of their events, or numbers of objects whose jobs were not added after all
-    (or names of such jobs)."""
-    rows = [{"event": number, **asdict(entry)} for number, entry in entries]
-    return json.dumps({"entries": rows, "withdrawn": withdrawn})

@@ -30,6 +30,11 @@ class JobReport:
     save_s: float = 0.0
     """That its last save took."""
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What is kept of it when it leaves."""
+        return {key: getattr(self, key) for key in ("step", "num_steps", "tokens", "loss", "eval_loss")}
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

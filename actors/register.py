@@ -69,21 +69,31 @@ class Register:
 
     def __init__(self, outputs: Path):
         self._root, self._folder = outputs, outputs / "_tlora" / "sweeps"
+        self._read: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        """What each file holds, and by what it would be seen that it was replaced."""
 
     def names(self) -> list[str]:
         return sorted(path.name.removesuffix(_WISH) for path in self._folder.glob(f"*{_WISH}"))
 
     def wish(self, name: str) -> Wish:
-        values = json.loads((self._folder / f"{name}{_WISH}").read_text(encoding="utf-8"))
-        return Wish(**values | {"state": State(values["state"])})
+        return Wish(**self._values(f"{name}{_WISH}"))
 
     def row(self, name: str) -> Row | None:
         """None: nothing is known of it yet."""
         try:
-            values = json.loads((self._folder / f"{name}{_ROW}").read_text(encoding="utf-8"))
+            return Row(**self._values(f"{name}{_ROW}"))
         except FileNotFoundError:
             return None
-        return Row(**values | {"state": State(values["state"])})
+
+    def _values(self, file: str) -> dict[str, Any]:
+        """Of a file, which is read once, until it is replaced: most sweeps have ended, and all are looked at often."""
+        path = self._folder / file
+        found = path.stat()
+        mark = found.st_mtime_ns, found.st_size, found.st_ino
+        if file not in self._read or self._read[file][0] != mark:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            self._read[file] = mark, values | {"state": State(values["state"])}
+        return self._read[file][1]
 
     def is_open(self, name: str) -> bool:
         """Whether there is something to be done for it."""
@@ -91,7 +101,7 @@ class Register:
         return row is None or row.number < wish.number or row.state is State.RUNNING
 
     def tell(self, name: str, row: Row) -> None:
-        self._write(f"{name}{_ROW}", asdict(row))
+        self._write(name, _ROW, asdict(row))
 
     def ahead(self) -> dict[str, "Foretold"]:
         """What is expected of the candidates of all open sweeps, by name."""
@@ -173,11 +183,16 @@ class Register:
         }
 
     def _wish(self, name: str, wish: Wish) -> None:
-        self._write(f"{name}{_WISH}", asdict(wish))
+        self._write(name, _WISH, asdict(wish))
 
-    def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with atomic_path(self._folder / name) as path:
+    def _write(self, name: str, suffix: str, values: Mapping[str, Any]) -> None:
+        """Raises OSError where the outputs are away: beneath their mount nobody would find it again."""
+        try:
+            self._folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            text = f"sweep {name} cannot be written down: there is no {self._folder.parent}."
+            raise FileNotFoundError(f"{text} See that the folder of outputs is there.") from None
+        with atomic_path(self._folder / f"{name}{suffix}") as path:
             path.write_text(json.dumps(values), encoding="utf-8")
 
 

@@ -7,17 +7,17 @@ Every transition is in the journal before anyone acts on it.
 import json
 import logging
 import math
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tlora.actors import rows
-from tlora.actors.folders import Folders
-from tlora.actors.journal import EMPTY, Change, Entry, Journal
+from tlora.actors.entries import Change, Entry
+from tlora.actors.folders import Folders, outside
+from tlora.actors.journal import EMPTY, Journal
 from tlora.actors.messages import JobReport, Order, Orders, Report
 from tlora.actors.records import GroupRecord, Seen
 from tlora.actors.register import Foretold
@@ -34,6 +34,8 @@ log = logging.getLogger("tlora")
 BY_USER = "paused by its user"
 _PAUSE_S = 3.0
 _WARM_TICKS = 8
+_CRASHES = 3
+"""Workers that a job may have died with it as it was taken in, one after the other; the last one by itself."""
 
 
 class Roster:
@@ -100,9 +102,8 @@ class Roster:
             if other := self._folders.clash(spec.name, spec.output) or together.clash(spec.name, spec.output):
                 faults.append(f"job {spec.name}: output {spec.output} lies in that of job {other}, or holds it.")
             together.add(spec.name, spec.output)
-            if not self._is_ours(spec.folder):
-                where = f"the folder of this cluster's outputs, {self.spec.output_root}"
-                faults.append(f"job {spec.name}: output {spec.output} lies outside of {where}.")
+            if why := outside(self.spec.output_root, spec.folder):
+                faults.append(f"job {spec.name}: {why}")
             known = self.jobs.get(spec.name)
             if known is None:
                 new.append((spec.name, spec.model_dump(mode="json")))
@@ -121,20 +122,14 @@ class Roster:
         """Raise StateError if a sweep cannot have this name, or write there."""
         if name in self.jobs:
             raise StateError(f"sweep {name}: a job has this name. Choose another.")
-        if not self._is_ours(folder):
-            where = f"the folder of this cluster's outputs, {self.spec.output_root}"
-            raise StateError(f"sweep {name}: output {folder} lies outside of {where}.")
+        if why := outside(self.spec.output_root, folder):
+            raise StateError(f"sweep {name}: {why}")
 
     def _placed(self, spec: JobSpec) -> JobSpec:
         """With its output below the cluster's folder of outputs, if it does not say where."""
         if spec.folder.is_absolute():
             return spec
         return spec.model_copy(update={"output": str(self.spec.output_root / spec.output)})
-
-    def _is_ours(self, folder: Path) -> bool:
-        """Whether a job may write there."""
-        root, path = (Path(os.path.realpath(each.expanduser())) for each in (self.spec.output_root, folder))
-        return path != root and root in path.parents and root / "_tlora" not in (path, *path.parents)
 
     def pause(self, names: Sequence[str], now_s: float, reason: str = BY_USER) -> None:
         """Save jobs and take them off their workers. Those that have ended raise StateError, and nothing is changed."""
@@ -158,7 +153,9 @@ class Roster:
             if halt is None and entry.state.is_terminal:  # its sweep has counted it out
                 halt = {}
             if entry.state is State.PAUSED or entry.state.is_terminal:
-                changes.append(Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halt))
+                rested_s = now_s - entry.changed_s if name not in halts or entry.halt else 0.0  # else it was at a rung
+                again = Change(name, state=State.QUEUED, reason="", place="", wish="", halt=halt)
+                changes.append(replace(again, rested_s=entry.rested_s + rested_s))
             elif entry.wish == State.PAUSED or (name not in halts and entry.wish in (State.CANCELLED, "dropped")):
                 changes.append(Change(name, wish="", reason="", halt=halt))
             elif halt:
@@ -171,7 +168,9 @@ class Roster:
         one that its user has paused until that user lets it go on."""
         self.submit([spec], now_s, {spec.name: halt})
         entry = self.entry(spec.name)
-        if not entry.state.is_terminal and entry.reason != BY_USER:
+        if entry.reason == BY_USER:
+            self._change([Change(spec.name, halt=halt)], now_s)
+        elif not entry.state.is_terminal:
             self.resume([spec.name], now_s, {spec.name: halt})
 
     def explain(self, name: str, reason: str, now_s: float) -> None:
@@ -187,10 +186,13 @@ class Roster:
                 raise StateError(f"job {name} is {entry.state}: it cannot become {state}.")
             if state is State.PAUSED and entry.wish in (State.CANCELLED, "dropped"):
                 raise StateError(f"job {name} is being cancelled: it cannot become {state}.")
+            is_users = State.PAUSED in (entry.state, entry.wish) and entry.reason == BY_USER
+            if state is State.PAUSED and is_users:
+                continue  # until that user says otherwise
             if entry.place:
                 changes.append(Change(name, wish=state.value if keep else "dropped", reason=reason))
-            elif entry.state is not state:
-                changes.append(Change(name, state=state, reason=reason))
+            elif entry.state is not state or reason == BY_USER:
+                changes.append(Change(name, state=None if entry.state is state else state, reason=reason))
         self._change(changes, now_s)
 
     def entry(self, name: str) -> Entry:
@@ -203,7 +205,7 @@ class Roster:
         """Write changes down, with the numbers of jobs that leave their places; `reasons`: where the journal's own do
         not say why."""
         told = [
-            replace(change, numbers=_numbers(self.progress[change.name]))
+            replace(change, numbers=self.progress[change.name].numbers)
             if change.place == "" and change.name in self.progress
             else change
             for change in changes
@@ -310,7 +312,7 @@ class Roster:
                     halts = Change(name, state=State.PAUSED, reason=told.reason, place="", wish="", halt={})
                     changes.append(halts if entry.wish in ("", "moved") else self._let_go(entry))
                 elif told.state is State.RUNNING and entry.state is State.ATTACHING:
-                    changes.append(Change(name, state=State.RUNNING))
+                    changes.append(Change(name, state=State.RUNNING, crashes=0))
             elif entry.wish and seen.orders and name not in seen.orders.jobs and report.applied >= seen.orders.number:
                 changes.append(self._let_go(entry))
         self._change(changes, now_s)
@@ -331,6 +333,9 @@ class Roster:
     def _orders(self, seen: Seen) -> Orders:
         mine = [self.jobs[name] for name in self.jobs_at(seen.report.worker)]
         jobs = {entry.name: Order(entry.spec, entry.attempt, entry.halt) for entry in mine if not entry.wish}
+        suspects = [entry.name for entry in mine if entry.crashes >= _CRASHES - 1 and entry.state is State.ATTACHING]
+        for name in suspects[1:]:  # each once it is seen that the one before is not the cause
+            jobs.pop(name, None)
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
         shares = {name: self._shares[name] for name in jobs if name in self._shares}
         group, before = self.groups.get(seen.report.group), seen.orders
@@ -356,21 +361,28 @@ class Roster:
             for place in self._at.keys() - self.workers.keys():
                 self._lose(place, "its worker did not come back", now_s)
 
-    def _lose(self, worker: str, reason: str, now_s: float) -> None:
-        changes = []
-        again = f"{reason}: goes on from its last save"
-        for name in self.jobs_at(worker):
-            entry = self.jobs[name]
-            lost = Change(name, state=State.QUEUED, place="", wish="", reason=again, restarts=entry.restarts + 1)
-            changes.append(lost if entry.wish in ("", "moved") else self._let_go(entry))
+    def _lose(self, worker: str, reason: str, now_s: float, *, has_died: bool = True) -> None:
         seen = self.workers.get(worker)
         group = seen.report.group if seen else ""
+        told = seen.orders.jobs if seen and seen.orders and seen.report.base_loads and has_died else {}
+        changes = [self._lost(self.jobs[name], reason, is_suspect=name in told) for name in self.jobs_at(worker)]
         log.warning("group=%s worker=%s is lost with %d job(s): %s", group or "-", worker[:8], len(changes), reason)
-        self._change(changes, now_s, {change.name: again for change in changes if change.state is State.QUEUED})
+        self._change(changes, now_s)
         self.gains.update(("restarts", group, change.name) for change in changes if change.restarts)
         if self.workers.pop(worker, None):
             self.lost_workers[group] += 1
             self.gains["lost_workers", group] += 1
+
+    def _lost(self, entry: Entry, reason: str, *, is_suspect: bool) -> Change:
+        """What becomes of a job whose worker is lost; `is_suspect`: it may be the cause, if it was being taken in."""
+        if entry.wish not in ("", "moved"):
+            return self._let_go(entry)
+        crashes = entry.crashes + (is_suspect and entry.state is State.ATTACHING)
+        if crashes == _CRASHES:  # which stays one less: when it is resumed, it has one more try
+            why = f"its worker died {crashes} times as it was taken in; `tlora resume {entry.name}` tries again"
+            return Change(entry.name, state=State.FAILED, place="", wish="", reason=why)
+        again, restarts = f"{reason}: goes on from its last save", entry.restarts + 1
+        return Change(entry.name, State.QUEUED, again, place="", wish="", restarts=restarts, crashes=crashes)
 
     # --- what the plan says
 
@@ -453,7 +465,7 @@ class Roster:
         self.groups.pop(name, None)
         for worker in [worker for worker, seen in self.workers.items() if seen.report.group == name]:
             if self.jobs_at(worker):
-                self._lose(worker, reason, now_s)
+                self._lose(worker, reason, now_s, has_died=False)
             else:
                 del self.workers[worker]
 
@@ -477,19 +489,9 @@ class Roster:
         wanted = None if names is None else [self.entry(name).name for name in names]
         return [rows.of_job(self, self.jobs[name]) for name in (list(self.jobs) if wanted is None else wanted)]
 
-    def tick_error(self, group: str) -> float | None:
-        """How far off the base's ticks are foretold, on the mean: of |predicted / measured − 1|. None: nothing was."""
-        learner = self.learners.get(self.groups[group].base) if group in self.groups else None
-        return None if learner is None or math.isnan(learner.error) else round(learner.error, 4)
-
     def describe_workers(self) -> list[dict[str, Any]]:
         """One mapping a worker that has been heard of."""
         return rows.of_workers(self)
-
-
-def _numbers(told: JobReport) -> dict[str, Any]:
-    numbers = asdict(told)
-    return {key: numbers[key] for key in ("step", "num_steps", "tokens", "loss", "eval_loss")}
 
 
 def base_key(base: Mapping[str, Any]) -> str:

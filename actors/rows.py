@@ -1,10 +1,11 @@
 """What users see of a roster, which calls it for `tlora status` and metrics: one mapping a job or worker, ready for
 JSON. No Ray, no torch."""
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tlora.actors.journal import Entry
+from tlora.actors.entries import Entry
 from tlora.job import State
 
 if TYPE_CHECKING:
@@ -62,11 +63,17 @@ def of_workers(roster: "Roster") -> list[dict[str, Any]]:
             "ticks": seen.report.ticks,
             "tick_s": seen.report.tick_s,
             "busy_s": seen.report.busy_s,
-            "tick_error": roster.tick_error(seen.report.group),
+            "tick_error": _tick_error(roster, seen.report.group),
             "lost": roster.lost_workers[seen.report.group],
         }
         for name, seen in roster.workers.items()
     ]
+
+
+def _tick_error(roster: "Roster", group: str) -> float | None:
+    """How far off the base's ticks are foretold, on the mean: of |predicted / measured − 1|. None: nothing was."""
+    learner = roster.learners.get(roster.groups[group].base) if group in roster.groups else None
+    return None if learner is None or math.isnan(learner.error) else round(learner.error, 4)
 
 
 def _plan(roster: "Roster", seen: "Seen | None") -> dict[str, int]:

@@ -56,11 +56,8 @@ class Scheduler:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._spec = ClusterSpec.model_validate(spec)
         self._lock = threading.RLock()
-        self._mark = self._spec.output_root / MARK
-        if not ray.get_runtime_context().was_current_actor_reconstructed:  # then it may be away, and is not made again
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.touch()
         journal = Journal(self._spec.state_folder / "journal.db", self._spec.storage)
+        self._mark = mark_outputs(self._spec.output_root, journal)
         self._roster = Roster(self._spec, journal, time.time())
         self._sweeps, self._wishing = Register(self._spec.output_root), threading.Lock()
         self._starting: set[str] = set()
@@ -161,9 +158,13 @@ class Scheduler:
     def status(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """One mapping a job or sweep: all sweeps first, or in the order of the names."""
         found = {name: self._sweeps.status(name) for name in self._sweeps.names() if names is None or name in names}
-        if names is None:  # of values that do not change: nobody waits for a long list
-            return [*found.values(), *self._roster.status()]
-        return [found[name] if name in found else self._roster.status([name])[0] for name in names]
+        wanted = [*found, *list(self._roster.jobs)] if names is None else names
+        return [found[name] if name in found else self._row(name) for name in wanted]
+
+    def _row(self, name: str) -> dict[str, Any]:
+        """Of a job. Each by itself: nobody waits for a long list."""
+        with self._lock:
+            return self._roster.status([name])[0]
 
     def spec(self, name: str) -> dict[str, Any]:
         """A job's own, as it was submitted."""
@@ -389,6 +390,17 @@ class Scheduler:
         with self._lock:
             self._untold.pop(name, None)
             self._roster.forget_group(name, time.time(), reason)
+
+
+def mark_outputs(outputs: Path, journal: Journal) -> Path:
+    """The mark of a folder of outputs. Made when that is first used: later its mount may be away, and jobs would begin
+    anew on the disk beneath."""
+    mark = outputs / MARK
+    if journal.outputs != str(outputs):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        journal.keep_outputs(str(outputs))
+    return mark
 
 
 def go_first() -> None:

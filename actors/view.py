@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from tlora.actors.journal import Change, Entry
+from tlora.actors.entries import Change, Entry
 from tlora.actors.messages import JobReport
 from tlora.capacity import BaseModel, Load
 from tlora.job import State
@@ -220,6 +220,7 @@ class View:
             self._roster.base_of(entry),
             entry.submitted_s,
             _load(entry, told),
+            rested_s=entry.rested_s,
             bound=spec.get("max_slowdown", 3.0),
             priority=spec.get("priority", 0),
             user=spec.get("user", ""),

@@ -122,15 +122,12 @@ class Client:
 
     def fork(self, name: str, new: str, changes: Sequence[str] = ()) -> str:
         """Submit a job like `name` under a new name, with changes (`dotted.key=value`), from its newest adapter: its
-        last, else its best so far, else that of its last save, which is written into the new job's output."""
+        last, else its best so far, else that of its last save; as it is now, for it is copied into the new output."""
         (row,) = self.status([name])
         values = {**self._call("spec", name), "name": new}
         self._changed(values, changes)  # what cannot be is refused before anything is written
         output = Path(row["output"]).with_name(new)
-        try:
-            start = self._call("newest_adapter", name)
-        except StateError:
-            start = self._start_from(Path(row["output"]), output / "start", new)
+        start = self._start_from(name, Path(row["output"]), output / "start", new)
         values |= {"output": str(output), "adapter": {**values["adapter"], "init_from": str(start)}}
         self.submit([self._changed(values, changes)])
         return new
@@ -142,17 +139,22 @@ class Client:
             override(values, change)
         return parse_job(values)
 
-    def _start_from(self, output: Path, start: Path, new: str) -> Path:
-        """The adapter of a job's last save, at `start`. Of a job `new` that is known it stays what it was; what a fork
-        that was refused has left is replaced."""
-        from tlora.export import export_last
+    def _start_from(self, name: str, output: Path, start: Path, new: str) -> Path:
+        """A job's newest adapter, at `start`. Of a job `new` that is known it stays what it was; what a fork that was
+        refused has left is replaced."""
+        from tlora.export import copy_adapter, export_last
 
         if start.exists() and new not in (row["name"] for row in self.status()):
             if not (start / "adapter_config.json").exists():
                 raise StateError(f"job {new}: {start} is there already, and no adapter. Choose another name.")
             shutil.rmtree(start)
         if not start.exists():
-            export_last(output, start)
+            try:
+                newest = self._call("newest_adapter", name)
+            except StateError:
+                export_last(output, start)
+            else:
+                copy_adapter(Path(newest), start)
         return start
 
     def fork_leader(self, sweep: str, changes: Sequence[str] = ()) -> str:

@@ -5,6 +5,7 @@ Called by `tlora export`. What it writes is one new folder, whole or absent. The
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,13 @@ def export_last(folder: Path, output: Path) -> None:
     with _new_folder(output) as written:
         export_peft(state, written, spec.base, outline.linears, trained=trained)
         tokenizer.save_pretrained(written)
+
+
+def copy_adapter(folder: Path, output: Path) -> None:
+    """An adapter, without what else its folder holds. Raises CheckpointError as `export_last` does."""
+    with _new_folder(output) as written:
+        for name in (WEIGHTS, CONFIG):
+            shutil.copyfile(folder / name, written / name)
 
 
 def merge_adapter(folder: Path, output: Path) -> None:

@@ -96,6 +96,8 @@ class Job:
     """Steps to go, as declared and predicted."""
     sweep: str = ""
     """Of which it is a candidate."""
+    rested_s: float = 0.0
+    """Since it was submitted, in which it did not wait: its user, or its own end, held it back."""
     way: float = 1.0
     """Of a candidate: steps to its end if none of its exits comes; `remaining` counts what is expected of them."""
     rank: float | None = None

@@ -167,7 +167,7 @@ class ClusterState(Placements):
         job.need = min(part * full_s / max(job.bound * job.alone_s, full_s), model.budgets[-1])
         self.jobs[job.name] = job
         patience_s = self.rules.patience_s + self.rules.patience_lone * job.remaining * job.alone_s
-        self.deadlines.put(job.name, job.submitted_s + patience_s)
+        self.deadlines.put(job.name, job.submitted_s + job.rested_s + patience_s)
 
     def _fewest(self, job: Job) -> int:
         """Workers with which it stays within its bound, else those with which it is fastest."""

@@ -16,7 +16,8 @@ from journal_scenes import Cluster, Files, specs, words
 from pyarrow.fs import FileSelector
 
 from tlora.actors import journal as module
-from tlora.actors.journal import Change, Entry, Event, Journal
+from tlora.actors.entries import Change, Entry, Event
+from tlora.actors.journal import Journal
 from tlora.errors import CheckpointError, StateError
 from tlora.job import State
 

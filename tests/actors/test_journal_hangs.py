@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tlora.actors.journal import Change, Journal
+from tlora.actors.entries import Change
+from tlora.actors.journal import Journal
 from tlora.job import State
 
 
@@ -42,12 +43,12 @@ def test_a_storage_that_refuses_slowly_is_waited_for_once(tmp_path: Path, monkey
     journal.add([(name, {}) for name in "ab"], 1.0)
     may_go, is_away, write, written = threading.Event(), True, Journal._write_object, list[int]()
 
-    def slowly(self: Journal, seq: int, batch: str) -> None:
+    def slowly(self: Journal, seq: int, batch: str) -> str:
         may_go.wait(60)
         if is_away:
             raise OSError("refused")
         written.append(seq)
-        write(self, seq, batch)
+        return write(self, seq, batch)
 
     monkeypatch.setattr("tlora.actors.journal._PATIENCE_S", 0.2)
     monkeypatch.setattr(Journal, "_write_object", slowly)
@@ -75,3 +76,45 @@ def test_a_storage_that_refuses_slowly_is_waited_for_once(tmp_path: Path, monkey
     assert len(written) == len(set(written)) == 2
     after_loss = Journal(tmp_path / "new-head" / "journal.db", str(tmp_path / "storage"))
     assert states(after_loss) == {"a": State.FINISHED, "b": State.PAUSED} == states(journal)
+
+
+def test_what_waited_is_stored_without_holding_others_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty ends, each of whose objects takes a twentieth of a second, behind a storage that was away."""
+    journal, write, is_away = (
+        Journal(tmp_path / "head" / "journal.db", str(tmp_path / "storage")),
+        Journal._write_object,
+        True,
+    )
+    journal.add([(f"job-{n}", {}) for n in range(45)], 1.0)
+
+    def slowly(self: Journal, seq: int, batch: str) -> str:
+        if is_away:
+            raise OSError("away")
+        time.sleep(0.05)
+        return write(self, seq, batch)
+
+    monkeypatch.setattr(Journal, "_write_object", slowly)
+    for n in range(40):
+        journal.change([Change(f"job-{n}", state=State.CANCELLED)], 2.0)
+    is_away, began_s = False, time.monotonic()
+    while journal._late is not None and not journal._late.done():
+        time.sleep(0.001)
+    flushing = threading.Thread(target=journal.flush)
+    flushing.start()
+    took_s = []
+    for n in range(40, 44):
+        time.sleep(0.05)
+        at_s = time.monotonic()
+        journal.change([Change(f"job-{n}", state=State.CANCELLED)], 3.0)
+        journal.change([Change("job-44", spec={"n": n})], 3.0)
+        took_s.append(time.monotonic() - at_s)
+    assert max(took_s) < 0.8, took_s
+    flushing.join()
+    assert time.monotonic() - began_s < 2.5, "nor does one call take until all is stored"
+    assert journal.is_behind
+    while not journal.flush():
+        assert time.monotonic() - began_s < 30
+    after_loss = Journal(tmp_path / "new-head" / "journal.db", str(tmp_path / "storage"))
+    assert states(after_loss) == states(journal)
+    journal.close()
+    after_loss.close()

@@ -1,6 +1,7 @@
 """The scheduler's journal, killed at any moment: both its places then say the same, and what was acknowledged."""
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from journal_scenes import Cluster, Files, specs, words
 
 from tlora.actors import journal as module
-from tlora.actors.journal import Change
+from tlora.actors.entries import Change
 from tlora.job import State
 
 
@@ -63,7 +64,8 @@ def test_whatever_fails_or_is_killed_both_places_say_the_same(
 COMMON = """
 import os, sys
 from pathlib import Path
-from tlora.actors.journal import Change, Journal
+from tlora.actors.entries import Change
+from tlora.actors.journal import Journal
 from tlora.job import State
 journal = Journal(Path(sys.argv[1]), sys.argv[2])
 def finish(name):
@@ -96,7 +98,7 @@ def start(cluster: Cluster, script: str, *args: str) -> subprocess.Popen[str]:
 
 
 def test_what_was_acknowledged_is_there_after_a_kill(cluster: Cluster) -> None:
-    """At random moments, six times on one database. A new head then knows the same jobs."""
+    """At random moments, six times on one database. A new head, on a copy of its storage, then knows the same jobs."""
     chance, head, added, finished = random.Random(0), cluster.head, set[str](), set[str]()
     for _ in range(6):
         with start(cluster, SUBMIT) as child:
@@ -110,7 +112,9 @@ def test_what_was_acknowledged_is_there_after_a_kill(cluster: Cluster) -> None:
         states = {entry.name: entry.state for entry in cluster.open().entries()}
         assert added <= states.keys()
         assert {states[name] for name in finished} <= {State.FINISHED}
-        assert {entry.name: entry.state for entry in cluster.after_loss().entries()} == states
+        cluster.opened[-1].close()
+        copy = shutil.copytree(cluster.storage, cluster.storage.with_name(f"copy-{len(added)}"))
+        assert {entry.name: entry.state for entry in cluster.after_loss(str(copy)).entries()} == states
         cluster.head = head
     assert len(added) > 30
 

@@ -11,7 +11,8 @@ import s3_server
 from gcs_server import GcsServer
 from s3_server import S3Server
 
-from tlora.actors.journal import Change, Entry, Journal
+from tlora.actors.entries import Change, Entry
+from tlora.actors.journal import Journal
 from tlora.cluster import ClusterSpec
 from tlora.job import State
 

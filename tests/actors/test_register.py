@@ -17,8 +17,22 @@ def sweep(**changes: object) -> SweepSpec:
     return parse_sweep({"name": "s", "job": job, "space": {"adapter.rank": [2, 4, 8]}, **changes})
 
 
-def test_a_sweep_is_wished_for_answered_paused_and_goes_on(tmp_path: Path) -> None:
+@pytest.fixture
+def book(tmp_path: Path) -> Register:
+    (tmp_path / "_tlora").mkdir()  # with the mark
+    return Register(tmp_path)
+
+
+def test_no_sweep_is_taken_in_while_the_outputs_are_away(tmp_path: Path) -> None:
+    """What is written beneath their mount is gone once it is back."""
     book = Register(tmp_path)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"sweep s cannot be written down: there is no .*/_tlora\. See that"):
+            book.submit(sweep(), 5.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_is_wished_for_answered_paused_and_goes_on(book: Register, tmp_path: Path) -> None:
     assert book.names() == []
     assert book.submit(sweep(), 5.0)
     assert not book.submit(sweep(), 6.0)
@@ -47,8 +61,7 @@ def test_a_sweep_is_wished_for_answered_paused_and_goes_on(tmp_path: Path) -> No
         book.submit(sweep(budget={"configurations": 2}), 9.0)
 
 
-def test_a_fork_of_its_leader_is_one_more_wish(tmp_path: Path) -> None:
-    book = Register(tmp_path)
+def test_a_fork_of_its_leader_is_one_more_wish(book: Register) -> None:
     book.submit(sweep(), 5.0)
     with pytest.raises(StateError, match="no candidate leads yet"):
         book.fork("s", "first", ["optim.lr=1e-3"])
@@ -84,8 +97,8 @@ def test_a_fork_of_its_leader_is_one_more_wish(tmp_path: Path) -> None:
         book.fork("s", "third", ["epochs=2"])
 
 
-def test_what_is_expected_of_candidates_is_known_until_they_end(tmp_path: Path) -> None:
-    book, state = Register(tmp_path), begin({"s-000": 96, "s-001": 96}, EarlyExit(), 6)
+def test_what_is_expected_of_candidates_is_known_until_they_end(book: Register) -> None:
+    state = begin({"s-000": 96, "s-001": 96}, EarlyExit(), 6)
     book.submit(sweep(), 0.0)
     state.candidates[0].samples = 6
     book.tell("s", row_of(state, Halving(), 1, State.RUNNING, "", 0.0))
@@ -96,3 +109,29 @@ def test_what_is_expected_of_candidates_is_known_until_they_end(tmp_path: Path) 
     assert Foretold("s", 10.0, 10.0, 0).steps(step=100, batch=4) == (1.0, 1.0)
     book.tell("s", row_of(state, Halving(), 1, State.FINISHED, "", 0.0))
     assert book.ahead() == {}
+
+
+def test_what_has_not_changed_is_not_read_again(
+    book: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by another process, whose writing is seen."""
+    names = [f"s{n}" for n in range(5)]
+    for name in names:
+        book.submit(sweep(name=name), 0.0)
+        book.tell(name, Row(1, State.FINISHED))
+    other, reads, read = Register(tmp_path), list[str](), Path.read_text
+
+    def counted(path: Path, **how: str) -> str:
+        reads.append(path.name)
+        return read(path, **how)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    for _ in range(3):
+        assert not any(map(other.is_open, other.names()))
+        assert other.ahead() == {}
+    assert len(reads) == len(set(reads)) == 10
+    for turn in range(2, 5):  # as large as before, and maybe at the same moment
+        book.tell("s1", Row(turn, State.RUNNING, ahead={"c": (turn, 9.0, 0)}))
+        assert (other.row("s1"), other.ahead()["c"].expected) == (book.row("s1"), turn)
+    book.want("s2", State.RUNNING)
+    assert [name for name in names if other.is_open(name)] == ["s1", "s2"]

@@ -1,5 +1,6 @@
 """What a client sends is checked first; a fork of a job without an adapter yet begins with that of its last save."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ class Played(Client):
 
     def __init__(self, spec: JobSpec):
         self.spec, self.submitted, self.asked = spec, list[JobSpec](), list[str]()
+        self.newest: Path | None = None
 
     def _call(self, method: str, *arguments: Any) -> Any:
         self.asked.append(method)
         if method == "newest_adapter":
+            if self.newest:
+                return str(self.newest)
             raise StateError("job a has written no adapter yet")
         if method == "submit":
             self.submitted += [JobSpec.model_validate(values) for values in arguments[0]]
@@ -82,3 +86,26 @@ def test_a_fork_that_was_refused_leaves_nothing_for_the_next(tmp_path: Path) -> 
     export_last(specs[1].folder, tmp_path / "c")
     one, other = (load_file(tmp_path / folder / WEIGHTS) for folder in ("new/start", "c"))
     assert all(part.equal(other[name]) for name, part in one.items())
+
+
+def test_a_fork_keeps_the_adapter_that_it_began_with(tmp_path: Path) -> None:
+    """Its job goes on meanwhile, has a better one, and ends."""
+    toy.write_base(tmp_path)
+    spec = toy.named_job(tmp_path, "a", steps=4, save_every=2)
+    options = RunOptions(device="cpu")
+    train(prepare([spec], options), options)
+    client, best = Played(spec), spec.folder / "best"
+    best.mkdir(exist_ok=True)
+    for file in (WEIGHTS, "adapter_config.json"):
+        shutil.copyfile(spec.folder / file, best / file)
+    client.newest = best
+    assert client.fork("a", "b") == "b"
+    (begun,) = client.submitted
+    assert begun.adapter.init_from == str(tmp_path / "b" / "start")
+    kept = (tmp_path / "b" / "start" / WEIGHTS).read_bytes()
+    assert kept == (best / WEIGHTS).read_bytes()
+    (best / WEIGHTS).write_bytes(b"another")
+    client.newest = spec.folder
+    assert client.fork("a", "b") == "b"
+    assert client.submitted == [begun, begun]
+    assert (tmp_path / "b" / "start" / WEIGHTS).read_bytes() == kept
