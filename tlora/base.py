@@ -3,6 +3,7 @@
 `tlora check` and export need no more than this; the super-model asks it about the model that it has loaded.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -145,6 +146,16 @@ def _refuse_folder(base: BaseSpec) -> None:
             f"base.model = {base.model!r}: its weights are pickled (.bin), which may run code when they are loaded; "
             "want safetensors. Save the model anew with save_pretrained."
         )
+
+
+def refuse_without_weights(base: BaseSpec) -> None:
+    """Raise ModelError for a base's folder that lacks files of weights; the hub's are not asked for."""
+    folder = Path(base.model)
+    there, index = {path.name for path in folder.glob("*.safetensors")}, folder / "model.safetensors.index.json"
+    wanted = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+    if folder.is_dir() and (not there or wanted - there):
+        lacking = min(wanted - there, default="*.safetensors")
+        raise ModelError(f"base.model = {base.model!r}: {lacking} is not there. Complete the download.")
 
 
 def _refuse(config: Any, text_config: Any, name: str) -> None:

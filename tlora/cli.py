@@ -7,6 +7,7 @@ imports wait inside the commands, so that `--help` and a bad YAML answer at once
 import os
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -104,7 +105,7 @@ def train(
         _refuse_device(device)
         from tlora import local
         from tlora.checkpoint import has_finished
-        from tlora.console import LiveTable, Screen, print_outcome
+        from tlora.console import LiveTable, Screen, print_losses, print_outcome
         from tlora.job import JobRecord, State
         from tlora.trainer import TrainerOptions
 
@@ -122,6 +123,7 @@ def train(
         waiting = [spec for spec in specs if spec not in ended]
         console.print(f"reading the data of {len(waiting)} job(s) …", highlight=False)
         ready = local.prepare(waiting, options)
+        print_losses(console, ready)
         progress = [local.Progress(spec, JobRecord(spec.name, State.FINISHED)) for spec in ended]
         with stop_on_signal() as stopped, LiveTable(console) as table:
             progress += local.train(ready, options, watch=table.show, stopped=lambda: bool(stopped))
@@ -263,6 +265,9 @@ for _command in commands:
 
 def main() -> None:
     """Entry point: an error that a user can cause is one text, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # one that has no dash, arrow or letter of a name shows another
+            stream.reconfigure(errors="replace")
     try:
         app()
     except TloraError as error:

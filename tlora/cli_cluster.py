@@ -53,12 +53,12 @@ def submit(
     specs = load_jobs([path for path in jobs if not is_sweep(path)], overrides)
     with quiet():
         from tlora.client import Client
-        from tlora.console import LiveRows, Screen
+        from tlora.console import LiveRows, Screen, print_losses
         from tlora.local import prepare
 
         console = Screen()
         console.print(f"checking {len(specs)} job(s) and {len(sweeps)} sweep(s) …", highlight=False)
-        prepare([*specs, *(sweep.first for sweep in sweeps)])
+        print_losses(console, prepare([*specs, *(sweep.first for sweep in sweeps)]))
         client = Client()
         known = {row["name"] for row in client.status()} if sweeps else set()
         new = client.submit(specs, check=False)

@@ -58,7 +58,8 @@ def quiet() -> Iterator[None]:
 def stop_on_signal(
     text: str = "saving and pausing after this tick; once more to end at once",
 ) -> Iterator[list[int]]:
-    """Collect the first Ctrl-C or SIGTERM in the list that is yielded, and say so; a second one interrupts."""
+    """Collect the first Ctrl-C, SIGTERM or SIGHUP (a connection that is gone, but for `nohup`) in the list that is
+    yielded, and say so; a second one interrupts."""
     stopped: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -68,7 +69,10 @@ def stop_on_signal(
         with suppress(OSError):  # by descriptor: the signal may have come amid a write to the stream
             os.write(2, f"\n{text}\n".encode())
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield stopped
     finally:

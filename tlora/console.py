@@ -52,7 +52,7 @@ class LiveTable:
 
     def __init__(self, console: Console):
         self.console = console
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False) if console.is_interactive else None
         self._printed_s = -math.inf
         self._rate = math.nan
 
@@ -188,6 +188,14 @@ def print_check(console: Console, jobs: "Sequence[ReadyJob]") -> None:
         )
 
 
+def print_losses(console: Console, jobs: "Sequence[ReadyJob]") -> None:
+    """Whose rows were left out or cut, and why; nothing where all are there."""
+    for job in jobs:
+        for report in filter(None, (job.data.report, job.data.eval_report)):
+            if not report.is_whole:
+                console.print(f"{job.spec.name}: {report}", highlight=False, markup=False, soft_wrap=True)
+
+
 def print_plans(console: Console, groups: "Mapping[BaseSpec, Sequence[Choice]]") -> None:
     """How several GPUs would hold each base: every plan with its figures, and which is taken."""
 
@@ -253,7 +261,7 @@ class LiveRows:
     def __init__(self, console: Console):
         self._console, self._seen = console, dict[str, tuple[str, str]]()
         self._told_s = time.monotonic()
-        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_interactive else None
 
     def __enter__(self) -> "LiveRows":
         if self._live is not None:

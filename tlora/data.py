@@ -64,6 +64,11 @@ class DataReport:
     """The first row left out for each reason."""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every row is there as it was."""
+        return not (self.dropped or self.num_truncated)
+
+    @property
     def mean_length(self) -> float:
         return self.num_tokens / self.num_sequences
 

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from tlora.adapter import AdapterLayout, AdapterState
-from tlora.base import Outline, default_device, dtype_of
+from tlora.base import Outline, default_device, dtype_of, refuse_without_weights
 from tlora.capacity import Capacity
 from tlora.checkpoint import JobFolder, has_finished
 from tlora.data import JobData, load_data, load_tokenizer
@@ -75,6 +75,7 @@ def prepare(specs: Sequence[JobSpec], options: RunOptions | None = None) -> list
     for base, members in by_base(specs).items():
         try:
             outline, tokenizer = Outline.load(base), load_tokenizer(base)
+            refuse_without_weights(base)
         except TloraError as error:
             faults += [f"job {spec.name}: {error}" for spec in members]
             continue
@@ -215,9 +216,10 @@ def train(
             continue
         try:
             _train_group(base, waiting, options, progress, watch, stopped)
-        except ModelError as error:
-            for name in names:
-                _fail(progress[name].record, error)
+        except (ModelError, torch.OutOfMemoryError) as error:
+            for record in (progress[name].record for name in names):
+                if not record.state.is_terminal:
+                    _fail(record, error)
     return list(progress.values())
 
 
@@ -257,13 +259,36 @@ def _train_group(
             )
         except (TloraError, OSError) as error:
             _fail(seen.record, error)
+        except torch.OutOfMemoryError as error:
+            _fail(seen.record, JobError(f"out of memory beside {len(trainer.jobs)} other(s): {error}"))
     try:
         watch(list(progress.values()), None)
         while trainer.jobs and not stopped():
-            watch(list(progress.values()), trainer.tick())
+            tick = None
+            try:
+                tick = trainer.tick()
+            except torch.OutOfMemoryError as error:
+                error.__traceback__ = None  # it holds what there was no room for
+                _shrink(trainer, str(error))
+            watch(list(progress.values()), tick)
     finally:  # stopped, or an error that no job is to blame for: nothing that was learnt is lost
         trainer.close()
     watch(list(progress.values()), None)
+
+
+def _shrink(trainer: Trainer, why: str) -> None:
+    """Half the token budget, and the steps in flight once more. Raises ModelError where it cannot be halved."""
+    trainer.supermodel.free_memory()
+    before = trainer.token_budget
+    longest = max(longest_rows(job.data, job.per_sequence) for job in trainer.jobs.values())
+    if before <= longest:
+        raise ModelError(
+            f"out of memory in a tick of {before} rows, the length of the longest sequence. Lower data.max_length, "
+            f"train fewer jobs at once, or add --checkpointing. ({why})"
+        )
+    trainer.token_budget = max(before // 2, longest)
+    log.warning("out of memory: ticks hold %d rows now.", trainer.token_budget)
+    trainer.replay()
 
 
 def _fail(record: JobRecord, error: Exception) -> None:

@@ -6,8 +6,12 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 
+from tlora.errors import SpecError
 from tlora.spec import FILES, JobSpec
 from tlora.sweep_spec import SweepSpec
+
+_CARRIED = "working_dir_files"
+"""Of Ray, where it puts what `ray job submit --working-dir` sends."""
 
 
 def absolute(spec: JobSpec) -> JobSpec:
@@ -42,8 +46,17 @@ def absolute_changes(changes: Sequence[str]) -> list[str]:
 
 
 def found(text: str) -> str:
-    """Where a file lies, if there is one; else it may be a hub's."""
-    return str(Path(text).absolute()) if Path(text).exists() else text
+    """Where a file lies, if there is one; else it may be a hub's. Raises SpecError for one that Ray carried along to
+    this machine alone."""
+    path = Path(text).expanduser().absolute()
+    if not path.exists():
+        return text
+    if _CARRIED in path.parts:
+        raise SpecError(
+            f"{text}: this machine alone has it, by `--working-dir`; want the absolute path of a file that every node "
+            "reaches."
+        )
+    return str(path)
 
 
 def _mapped(spec: SweepSpec, change: Callable[[str], str]) -> SweepSpec:

@@ -66,7 +66,13 @@ class _Wandb:
             mode=tracking.wandb,
             dir=str(folder),
             config=spec.model_dump(),
-            settings=wandb.Settings(console="off", silent=True, init_timeout=_PATIENCE_S, login_timeout=_PATIENCE_S),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                init_timeout=_PATIENCE_S,
+                login_timeout=_PATIENCE_S,
+                finish_timeout=_PATIENCE_S,  # else the process waits for the network when it ends
+            ),
         )
         self._run.define_metric("*", step_metric="step")
 

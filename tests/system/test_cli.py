@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlora.cli import main
 from tlora.cli_tools import stop_on_signal
-from tlora.console import print_preview
+from tlora.console import LiveTable, print_preview
+from tlora.job import JobRecord
+from tlora.local import Progress
 from tlora.tracking import read_metrics
 
 Tlora = Callable[..., str]
@@ -143,7 +146,7 @@ def test_check_preview_train_resume_export(tlora: Tlora, desk: Path, base: Path)
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, tlora: Tlora, desk: Path) -> None:
     command = [
         sys.executable,
@@ -171,6 +174,31 @@ def test_ctrl_c_saves_and_resume_goes_on(number: signal.Signals, tlora: Tlora, d
     interrupted = [row["loss"] for row in read_metrics(desk / "outputs/small") if "loss" in row]
     tlora("train", "--deterministic", "small.yaml", "--set", "steps=80", "--set", "output=solo")
     assert interrupted == [row["loss"] for row in read_metrics(desk / "solo") if "loss" in row]
+
+
+def test_rows_that_are_left_out_are_told_of(tlora: Tlora, desk: Path) -> None:
+    with (desk / "rows.jsonl").open("a") as file:
+        turns = [{"role": "user", "content": "long"}, {"role": "assistant", "content": "word " * 200}]
+        file.write(json.dumps({"messages": turns}) + "\n")
+    said = tlora("train", "small.yaml", "--set", "data.max_length=64")
+    assert re.search(r"small: .* Dropped: .*", said)
+
+
+def test_a_terminal_without_our_signs_ends_nothing(desk: Path) -> None:
+    environment = {**ENV, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "tlora", "check", "small.yaml"]
+    child = subprocess.run(command, cwd=desk, env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert "targets   all-linear ?" in child.stdout
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    said = StringIO()
+    console = Console(file=said, force_terminal=True, _environ={"TERM": "dumb"})
+    spec = toy.job(Path("out"), steps=9)
+    with LiveTable(console) as table:
+        table.show([Progress(spec, JobRecord(spec.name))], None)
+        assert spec.name in said.getvalue()
 
 
 def test_signal_is_taken_amid_a_write(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

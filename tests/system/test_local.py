@@ -1,5 +1,6 @@
 """Several jobs on one machine: what fails is named, what can go on does, and nothing asks the network."""
 
+import json
 import shutil
 import socket
 from pathlib import Path
@@ -9,12 +10,15 @@ import torch
 import toy
 from safetensors.torch import load_file, save_file
 
+from tlora.adapter import AdapterState
 from tlora.base import load_model
 from tlora.checkpoint import STATE, load_state
 from tlora.errors import ModelError, SpecError
 from tlora.local import RunOptions, prepare, train
+from tlora.packing import Batch
 from tlora.spec import JobSpec
 from tlora.supermodel import SuperModel
+from tlora.trainer import TrainerOptions
 
 
 @pytest.fixture
@@ -124,3 +128,59 @@ def test_a_paused_job_needs_what_it_started_from_no_more(specs: list[JobSpec]) -
     shutil.rmtree(specs[0].folder)
     (one,) = train(prepare([job], RunOptions(resume=True)), RunOptions(resume=True))
     assert one.record.state == "finished"
+
+
+def test_a_base_that_was_not_downloaded_whole_is_refused_before_it_is_sent(specs: list[JobSpec]) -> None:
+    base = Path(specs[0].base.model)
+    index = base / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}))
+    with pytest.raises(SpecError, match=r"model-1\.safetensors is not there\. Complete the download"):
+        prepare(specs[:1])
+    index.unlink()
+    (base / "model.safetensors").unlink()
+    with pytest.raises(SpecError, match=r"\*\.safetensors is not there"):
+        prepare(specs[:1])
+
+
+def test_ticks_that_run_out_of_memory_get_smaller(
+    specs: list[JobSpec], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until one holds no more than the longest sequence: then the jobs fail, and say what would help."""
+    whole, most = SuperModel.train, [60]
+
+    def full(model: SuperModel, batch: Batch) -> torch.Tensor:
+        if model.residents and batch.rows.num_rows > most[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(model, batch)
+
+    monkeypatch.setattr(SuperModel, "train", full)
+    options = RunOptions(deterministic=True, device="cpu", trainer=TrainerOptions(token_budget=200))
+    assert {one.record.state for one in train(prepare(specs, options), options)} == {"finished"}
+    assert "out of memory: ticks hold 100 rows now." in caplog.messages
+    assert all(toy.equals_alone(spec) for spec in specs)
+    most[0] = 3
+    again = [spec.model_copy(update={"output": f"{spec.output}-again"}) for spec in specs]
+    ended = train(prepare(again, options), options)
+    assert {one.record.state for one in ended} == {"failed"}
+    assert all("add --checkpointing" in one.record.reason for one in ended)
+
+
+def test_a_base_or_an_adapter_without_memory_fails_alone(specs: list[JobSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    other = specs[2].model_copy(update={"base": specs[2].base.model_copy(update={"dtype": "float64"})})
+    load, place = SuperModel.load, SuperModel.place
+
+    def refuse(base: object, **options: object) -> SuperModel:
+        if base == other.base:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return load(base, **options)  # type: ignore[arg-type]
+
+    def crowded(model: SuperModel, state: AdapterState) -> int:
+        if model.residents:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return place(model, state)
+
+    monkeypatch.setattr(SuperModel, "load", refuse)
+    monkeypatch.setattr(SuperModel, "place", crowded)
+    first, second, third = train(prepare([other, *specs[:2]]))
+    assert (first.record.state, second.record.state, third.record.state) == ("failed", "finished", "failed")
+    assert "out of memory beside 1 other(s)" in third.record.reason

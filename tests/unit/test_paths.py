@@ -9,6 +9,7 @@ import toy
 
 from tlora.cluster import ClusterSpec, load_cluster
 from tlora.errors import SpecError
+from tlora.paths import absolute, found
 from tlora.sweep_spec import SweepSpec, parse_sweep
 from tlora.sweep_state import SweepState, refuse_changes
 from tlora.trainer import Trainer, TrainerOptions
@@ -59,6 +60,23 @@ def test_each_storage_has_a_journal_of_its_own(tmp_path: Path, monkeypatch: pyte
 def test_the_launchers_own_file_is_known_for_what_it_is() -> None:
     with pytest.raises(SpecError, match=r"is a file of Ray's own, for `ray up`"):
         load_cluster(Path(__file__).parents[2] / "cluster.yaml")
+
+
+def test_a_home_is_the_sender_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows.jsonl").touch()
+    assert found("~/rows.jsonl") == str(tmp_path / "rows.jsonl")
+    assert found("~/other") == "~/other"
+
+
+def test_files_that_ray_carried_to_one_machine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray job submit --working-dir .`: workers on other nodes would not find them."""
+    folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    folder.mkdir(parents=True)
+    (folder / "rows.jsonl").touch()
+    monkeypatch.chdir(folder)
+    with pytest.raises(SpecError, match=r"rows\.jsonl: this machine alone has it"):
+        absolute(toy.job(tmp_path, data={"path": "rows.jsonl"}))
 
 
 def test_commands_of_a_cluster_do_without_torch() -> None:

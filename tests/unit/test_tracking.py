@@ -5,6 +5,8 @@ import logging
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -104,6 +106,15 @@ def test_a_tracker_that_cannot_be_opened_is_left_out(
     assert caplog.messages == ["job=sum-3 a tracker could not be opened and is left out: no key"]
     tracker.write({"step": 1})
     assert steps(tmp_path) == [1]
+
+
+def test_no_process_waits_for_the_network_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or MagicMock())
+    Tracker(job("sum-3", wandb="online"), tmp_path, step=0, run_id=None)
+    assert 0 < asked["settings"].finish_timeout <= 60
 
 
 def test_a_run_keeps_its_id(tmp_path: Path) -> None:
