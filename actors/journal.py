@@ -37,7 +37,8 @@ _OBJECT_STORES = ("s3", "gcs", "abfs")
 """They show an object only once it is whole, and cannot rename one."""
 _HEAD = 1 << 32
 """Numbers that one head may give out. The next one's begin at the next multiple, and it stores an object that takes
-them: so they are above any that were lost unseen, and above those of a former head that is only cut off."""
+them: so they are above any that were lost unseen, and above those of a former head that is only cut off: what it
+stores from then on does not count."""
 _PATIENCE_S = 10.0
 """What a write may take, so that a storage that hangs holds nobody up for longer."""
 _READ_PATIENCE_S = 60.0
