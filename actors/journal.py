@@ -2,7 +2,7 @@
 
 All of it is in a database on the head's own disk. What must survive the loss of the head (new jobs, ends, pauses, what
 users wish of placed jobs, changed specs) is also in a storage folder that other machines reach: one small object a
-batch, never written again.
+batch, never written again, and now and then one of all jobs, with which a new head begins.
 One process has it open, any of its threads may call; when a job changes is for the roster to say.
 """
 
@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from threading import RLock
+from threading import RLock, Thread
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -37,11 +37,15 @@ _OBJECT_STORES = ("s3", "gcs", "abfs")
 """They show an object only once it is whole, and cannot rename one."""
 _HEAD = 1 << 32
 """Numbers that one head may give out. The next one's begin at the next multiple, and it stores an object that takes
-them: so they are above any that were lost unseen, and above those of a former head that is only cut off."""
+them: so they are above any that were lost unseen, and above those of a former head that is only cut off: what it
+stores from then on does not count."""
 _PATIENCE_S = 10.0
 """What a write may take, so that a storage that hangs holds nobody up for longer."""
 _READ_PATIENCE_S = 60.0
-"""What a new head waits for a list of the objects, and then for each next one."""
+"""What a new head waits for a list of the objects, then for each next one, and until it has written all jobs down."""
+_MANY = 1000
+"""Objects since the last that holds all jobs, or as many as there are jobs if these are more, before there is another:
+so a new head has few to read."""
 _FLUSH_S, _OWN_S, _LET_IN_S = 1.0, 0.2, 1e-3
 """What storing may take that has waited, at one call, and beside a change; and the pause in which others get in."""
 _FOR_CLIENTS = {"gs": "retry_limit_seconds=10", "gcs": "retry_limit_seconds=10", "s3": "allow_delayed_open=true"}
@@ -89,6 +93,8 @@ class Journal:
         self._outputs: str | None = None
         self._anchor = ""
         """These are as in `home`."""
+        self._summed_up = 0
+        """Number of the last object when all jobs were last written into one."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
         try:
@@ -187,13 +193,18 @@ class Journal:
             if stored:
                 self._rows("INSERT INTO outbox(batch) VALUES (?)", batch_of(stored))
         if stored:
-            self.flush(_OWN_S)
+            self._store(_OWN_S)
         return entries
 
-    def flush(self, for_s: float = _FLUSH_S) -> bool:
-        """Store what is not stored, in order, until nothing is left or so much time is over; whether nothing is. Who
-        waits for the journal gets it after each object. A storage that is away is logged, once, and not waited for
-        again: one write is begun at a time, and the next call sees what became of it."""
+    def flush(self) -> bool:
+        """Store what is not stored, in order, for a second; whether nothing is left. Who waits for the journal gets it
+        after each object. A storage that is away is logged, once, and not waited for again: one write is begun at a
+        time, and the next call sees what became of it."""
+        if is_all := self._store(_FLUSH_S):
+            self._sum_up()
+        return is_all
+
+    def _store(self, for_s: float) -> bool:
         until_s = time.monotonic() + for_s
         while self._flush_one():
             if not self.is_behind:
@@ -221,6 +232,43 @@ class Journal:
                 log.error("nothing is stored: %s", error)
                 return False
         return True
+
+    def _sum_up(self) -> None:
+        """Write all jobs into one object, if there are many since the last such one, in the way of `add`. Those below
+        that last one are removed then; those from there on stay, for the new one may come to be damaged."""
+        with self._lock:
+            query = "SELECT seq, (SELECT count(*) FROM jobs) FROM sqlite_sequence WHERE name = 'outbox'"
+            ((last, num_jobs),) = self._rows(query)
+            if last - self._summed_up <= max(_MANY, num_jobs) or self.is_behind or self._is_in_doubt:
+                return
+            self._summed_up, former = last, int(self._anchor[:16] or 0)  # if this fails, it is not tried again at once
+            try:
+                with self._transaction():
+                    self._is_in_doubt = True
+                    self._rows("UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'outbox'")
+                    anchor = self._put(last + 1, self._summary())
+                    self._rows("UPDATE home SET anchor = ?", anchor)
+            except OSError as error:
+                log.warning("%s All jobs in one object: that is tried again later.", error)
+                return
+            self._anchor = anchor
+        Thread(target=self._remove_below, args=(former,), daemon=True, name="tlora-journal-remove").start()
+
+    def _summary(self) -> str:
+        query = "SELECT (SELECT max(number) FROM events WHERE name = jobs.name), entry FROM jobs ORDER BY jobs.number"
+        entries = ", ".join(f'{{"event": {number}, {text[1:]}' for number, text in self._rows(query))
+        about = f'"summary": true, "outputs": {json.dumps(self._outputs)}, "withdrawn": []'
+        return f'{{{about}, "entries": [{entries}]}}'
+
+    def _remove_below(self, number: int) -> None:
+        try:
+            with self._storage_errors("tidied"):
+                files, folder = self._reach()
+                for name in filter(_OBJECT.fullmatch, self._listed()):
+                    if int(name[:16]) < number:
+                        files.delete_file(f"{folder}/{name}")
+        except OSError as error:  # they are removed with the next ones
+            log.warning("%s", error)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -280,6 +328,7 @@ class Journal:
                 self._rows(f"UPDATE home SET known = {last} WHERE known IS NULL")
             query = "SELECT storage, known, outputs, anchor FROM home"
             ((home, self._known, self._outputs, self._anchor),) = self._rows(query)
+        self._summed_up = int(self._anchor[:16] or 0)
         if home != self._name:
             text = f"{self._path}: got storage {self._name}; want {home}, where the rest of it is."
             raise StateError(f"{text} Name that one, or move the file away to begin with what the other holds.")
@@ -289,49 +338,64 @@ class Journal:
         self.flush()
 
     def _make(self) -> None:
-        last, histories, held = -1, dict[str, list[tuple[int, Entry]]](), dict[int | str, set[str]]()
-        outputs: str | None = None
-        for name, content in self._objects():
-            last = max(last, int(name[:16]))
-            try:
-                batch = json.loads(content)
-                entries = [(int(row["event"]), entry_of(row)) for row in batch["entries"]]
-                withdrawn, outputs = list(batch["withdrawn"]), batch.get("outputs", outputs)
-            except (ValueError, LookupError, TypeError) as error:
-                log.warning("%s: object %s is damaged and left out: %r", self._name, name, error)
-                continue
-            for former in withdrawn:
-                for job in held.pop(former, {former}):
+        histories, held = dict[str, list[tuple[int, Entry]]](), dict[int | str, set[str]]()
+        last, former = self._former()
+        for number, entries, withdrawn in former:
+            for known in withdrawn:
+                for job in held.pop(known, {known}):
                     histories.pop(job, None)
-            held[int(name[:16])] = {entry.name for _, entry in entries}
-            for number, entry in entries:
-                histories.setdefault(entry.name, []).append((number, entry))
+            held[number] = {entry.name for _, entry in entries}
+            for event, entry in entries:
+                histories.setdefault(entry.name, []).append((event, entry))
         start = (last // _HEAD + 1) * _HEAD
         self._rows("INSERT INTO sqlite_sequence VALUES ('outbox', ?), ('events', ?)", start, start)
-        anchor = self._put(start, batch_of([]))
-        self._rows("INSERT INTO home(storage, outputs, anchor) VALUES (?, ?, ?)", self._name, outputs, anchor)
         for history in histories.values():
-            for number, entry in history:
-                self._write(entry, number)
+            for event, entry in history:
+                self._write(entry, event)
             left = replace(entry, place="", wish="")  # its worker has gone with the head
             if entry.state is State.PAUSED:
-                self._write(left, number)
+                self._write(left, event)
             elif wished := None if entry.state.is_terminal else _BY_USERS.get(entry.wish):
                 self._write(replace(left, state=wished, changed_s=time.time()))
             elif not entry.state.is_terminal:
                 self._write(replace(left, state=State.QUEUED, reason="", changed_s=time.time()))
+        anchor = self._put(start, self._summary(), _READ_PATIENCE_S)
+        self._rows("INSERT INTO home(storage, outputs, anchor) VALUES (?, ?, ?)", self._name, self._outputs, anchor)
 
-    def _objects(self) -> list[tuple[str, bytes]]:
-        """What former heads stored, in order."""
+    def _former(self) -> tuple[int, list[tuple[int, list[tuple[int, Entry]], list[Any]]]]:
+        """The last number, and what former heads stored since all jobs were last in one object, with it: each object's
+        number, entries and withdrawals. Sets `_outputs`."""
+        last, found, gone = -1, list[tuple[int, list[tuple[int, Entry]], list[Any]]](), set[Any]()
+        for name, content in self._objects():
+            last = max(last, number := int(name[:16]))
+            try:
+                batch = json.loads(content)
+                entries = [(int(row["event"]), entry_of(row)) for row in batch["entries"]]
+                withdrawn, is_whole = list(batch["withdrawn"]), batch.get("summary", False)
+            except (ValueError, LookupError, TypeError) as error:
+                log.warning("%s: object %s is damaged and left out: %r", self._name, name, error)
+                continue
+            self._outputs = self._outputs or batch.get("outputs")
+            if is_whole and number in gone:
+                continue  # it would withdraw all jobs
+            gone.update(withdrawn)
+            found.append((number, entries, withdrawn))
+            if is_whole:
+                break
+        return last, found[::-1]
+
+    def _objects(self) -> Iterator[tuple[str, bytes]]:
+        """What former heads stored, the last first."""
         readers = ThreadPoolExecutor(16, "tlora-journal-read")
         try:
             with self._storage_errors("read"):
                 found = _answer(readers.submit(self._listed, is_new=True), _READ_PATIENCE_S)
-                whole = sorted(filter(_OBJECT.fullmatch, found))
+                whole = sorted(filter(_OBJECT.fullmatch, found), reverse=True)
                 for name in sorted(found.difference(whole)):
                     log.warning("%s: object %s is half-written or not a journal's, and left out.", self._name, name)
                 contents = [readers.submit(self._read, name) for name in whole]
-                return [(name, _answer(read, _READ_PATIENCE_S)) for name, read in zip(whole, contents, strict=True)]
+                for name, content in zip(whole, contents, strict=True):
+                    yield name, _answer(content, _READ_PATIENCE_S)
         finally:
             readers.shutdown(wait=False, cancel_futures=True)
 

@@ -146,6 +146,7 @@ def test_a_job_that_was_refused_is_not_there(server: Server, heads: Heads, fault
     assert (set(server.objects) > before, bool(server.uploads)) == (fault == "unheard", size > 0)
     assert words(journal) == {"a": State.QUEUED}
     journal.flush()
-    assert words(heads.open()) == {"a": State.QUEUED} == words(journal)
-    journal.add([("b", {"other": 1})], 3.0)
+    again = heads.open()
+    assert words(again) == {"a": State.QUEUED} == words(journal)
+    again.add([("b", {"other": 1})], 3.0)
     assert words(heads.open()) == {"a": State.QUEUED, "b": State.QUEUED}
