@@ -97,10 +97,9 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Silent]:
 
     waited: list[float] = []
     monkeypatch.setattr(group, "_controller", controllers.__getitem__)
-    fake = SimpleNamespace(
-        get=get, wait=wait, kill=lambda each: setattr(each, "killed", True), exceptions=ray.exceptions
-    )
-    monkeypatch.setattr(group, "ray", SimpleNamespace(**fake, waited=waited))
+    fake = SimpleNamespace(get=get, wait=wait, exceptions=ray.exceptions, waited=waited)
+    fake.kill = lambda controller: setattr(controller, "killed", True)
+    monkeypatch.setattr(group, "ray", fake)
     return controllers
 
 
