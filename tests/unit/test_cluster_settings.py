@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from tlora import local_cluster
+from tlora import cli_cluster, client, local_cluster
 from tlora.cluster import ClusterSpec, load_cluster
-from tlora.errors import ClusterError, SpecError
+from tlora.errors import ClusterError, GoneError, SpecError
 from tlora.plan import Plan
 
 
@@ -166,3 +167,28 @@ def test_a_process_that_has_its_number_now_is_no_cluster_and_is_left_alone(
         local_cluster.stop()
         other.communicate(b"\n")
     assert other.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "stops"),
+    [
+        (ClusterError("the cluster runs tLoRA 0, this is 1."), False),
+        (KeyboardInterrupt(), False),
+        (GoneError("this cluster has no tLoRA scheduler."), True),
+    ],
+)
+def test_the_local_ray_ends_only_once_all_is_saved(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, stops: bool
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    stopped = list[bool]()
+    monkeypatch.setattr(local_cluster, "stop", lambda: stopped.append(True))
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(client, "Client", lambda: fail() if isinstance(error, ClusterError) else Busy())
+    Busy = type("Busy", (), {"down": lambda self: fail()})
+    with suppress(BaseException):
+        cli_cluster.down()
+    assert bool(stopped) is stops
