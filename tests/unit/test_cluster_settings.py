@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,27 @@ def test_the_local_ray_ends_only_once_all_is_saved(
     with suppress(BaseException):
         cli_cluster.down()
     assert bool(stopped) is stops
+
+
+def test_a_ray_whose_command_was_killed_at_once_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLORA_HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    popen, started = subprocess.Popen, list[Any]()
+
+    def start(command: list[str], **options: Any) -> Any:
+        code = command[2].replace("from ray.scripts.scripts import main; main()", "import time; time.sleep(60)")
+        assert code != command[2]
+        started.append(popen([*command[:2], code, *command[3:]], **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_cluster.subprocess, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        local_cluster.start()
+    deadline_s = time.monotonic() + 10
+    while not local_cluster._read() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    known = local_cluster._read()
+    local_cluster.stop() if known else started[0].kill()
+    assert known
+    assert known["pid"] == started[0].pid
+    assert local_cluster._read() is None
