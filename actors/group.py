@@ -1,6 +1,7 @@
 """A trainer group, from the scheduler's side: started, told its size, ended. Its workers ask for their orders."""
 
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +14,8 @@ from tlora.actors.names import GROUP, NAMESPACE
 from tlora.cluster import ClusterSpec
 
 log = logging.getLogger("tlora")
+_ANSWER_S = 2.0
+"""In which a controller answers that is not busy."""
 
 
 def _train(options: dict[str, Any]) -> None:
@@ -48,22 +51,22 @@ def below(storage: str, part: str) -> str:
     return address._replace(path=f"{address.path.rstrip('/')}/{part}").geturl()
 
 
-def resize(name: str, size: int, leaving: list[tuple[str, int]]) -> bool:
-    """Tell a group its size, and which workers (node, process id) it lets go; whether it has heard. One that is busy,
-    with a start perhaps, has not."""
-    try:
-        ray.get(_controller(name).resize.remote(size, leaving), timeout=2.0)
-    except (ray.exceptions.RayError, ValueError) as error:
-        log.debug("group=%s has not heard its size: %s", name, error)
-        return False
-    return True
+def resize(told: Mapping[str, tuple[int, list[tuple[str, int]]]]) -> list[str]:
+    """Tell groups their sizes, and which workers (node, process id) they let go; returns those that have heard. One
+    that is busy, with a start perhaps, has not."""
+    answers = _ask(told, lambda name, controller: controller.resize.remote(*told[name]))
+    for name in told.keys() - answers.keys():
+        log.debug("group=%s has not heard its size", name)
+    return [name for name, answer in answers.items() if not isinstance(answer, Exception)]
 
 
 def end(name: str) -> None:
-    """End a group whatever it does; one that has ended already is well."""
+    """End a group whatever it does; one that has ended already is well. One that is busy, waiting for machines
+    perhaps, would not hear of an end before that."""
     with suppress(ValueError):
         controller = _controller(name)
         with suppress(ray.exceptions.RayError):
+            ray.get(controller.describe.remote(), timeout=_ANSWER_S)
             ray.get(controller.abort.remote(), timeout=30.0)
         ray.kill(controller)
 
@@ -81,20 +84,35 @@ def describe(name: str) -> dict[str, Any] | None:
     controller = _controller(name)
     controller.ensure_run.remote()
     try:
-        known: dict[str, Any] = ray.get(controller.describe.remote(), timeout=2.0)
+        known: dict[str, Any] = ray.get(controller.describe.remote(), timeout=_ANSWER_S)
     except ray.exceptions.GetTimeoutError:
         return None
     return known
 
 
-def has_ended(name: str) -> bool:
-    """Whether a group's controller is gone or has given up; one that is busy, with a start perhaps, has not."""
-    try:
-        return bool(ray.get(_controller(name).describe.remote(), timeout=2.0)["ended"])
-    except ray.exceptions.GetTimeoutError:
-        return False
-    except (ray.exceptions.RayError, ValueError):
-        return True
+def ended(names: Iterable[str]) -> list[str]:
+    """Groups whose controllers are gone or have given up; one that is busy, with a start perhaps, has not."""
+    answers = _ask(names, lambda name, controller: controller.describe.remote())
+    return [name for name, answer in answers.items() if isinstance(answer, Exception) or answer["ended"]]
+
+
+def _ask(names: Iterable[str], call: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """What the groups' controllers answer, all asked at once, or the error; nothing of those that are busy."""
+    asked, answers = dict[Any, str](), dict[str, Any]()
+    for name in names:
+        try:
+            asked[call(name, _controller(name))] = name
+        except ValueError as error:
+            answers[name] = error
+    ready = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)[0] if asked else []
+    for ref in ready:
+        try:
+            answers[asked[ref]] = ray.get(ref, timeout=_ANSWER_S)
+        except ray.exceptions.GetTimeoutError:  # its value is on its way
+            continue
+        except ray.exceptions.RayError as error:
+            answers[asked[ref]] = error
+    return answers
 
 
 def draining_nodes() -> frozenset[str]:

@@ -74,7 +74,11 @@ class Scheduler:
         sys.setswitchinterval(2e-4)  # beside a plan for thousands, an admission waits so long at each of its writes
         gc.freeze()  # what is there by now stays, and is not walked through again
         gc.set_threshold(*gc.get_threshold()[:2], _NEVER)  # but see `_sweep`
-        threading.Thread(target=self._run, daemon=True, name="tlora-plan").start()
+        self._begin()
+
+    def _begin(self) -> None:
+        for name, loop in (("plan", self._run), ("watch", self._watch)):
+            threading.Thread(target=loop, daemon=True, name=f"tlora-{name}").start()
 
     # --- front doors
 
@@ -243,6 +247,16 @@ class Scheduler:
                 log.exception("a round of planning failed")
             time.sleep(_PLAN_S)
 
+    def _watch(self) -> None:
+        """Look for lost workers beside the rounds, which wait for controllers and storages."""
+        while not self._is_closed:
+            try:
+                with self._lock:
+                    self._roster.lose_silent(time.time())
+            except Exception:  # as of a round
+                log.exception("lost workers were not written down")
+            time.sleep(_PLAN_S)
+
     def _sweep(self) -> None:
         """Collect garbage among thousands of jobs, which holds every thread up for 60 ms: when nobody is admitted, or
         at last in spite of that."""
@@ -288,7 +302,6 @@ class Scheduler:
                 return
             now_s = time.time()
             roster = self._roster
-            roster.lose_silent(now_s)
             misfits = roster.misfits()
             roster.foretold = foretold
             plan = roster.plan(now_s, draining)
@@ -298,12 +311,11 @@ class Scheduler:
                 placed, workers = roster.status(roster.placed()), roster.describe_workers()
                 self._metrics.publish(roster.counts, placed, workers, roster.gains, now_s)
                 roster.gains.clear()
-        for name, (size, leaving) in list(self._untold.items()):
-            if name not in self._starting and group.resize(name, size, leaving):
-                del self._untold[name]
-        for name in plan.stops | misfits.keys():
+        for name in group.resize({name: told for name, told in self._untold.items() if name not in self._starting}):
+            del self._untold[name]
+        for name in (plan.stops | misfits.keys()) - self._starting:  # whose controllers are yet to come
             self._stop(name, misfits.get(name) or plan.reasons[name])
-        for name in filter(group.has_ended, self._silent_groups() if is_due else ()):
+        for name in group.ended(self._silent_groups() if is_due else ()):
             self._stop(name, "its controller is gone")
         for base, size in plan.starts.items():
             if not self._unadopted and time.monotonic() >= self._not_before_s.get(base, 0.0):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tlora.cli_tools import Set, load_jobs, quiet, stop_on_signal
-from tlora.errors import StateError
+from tlora.errors import GoneError, StateError
 from tlora.job import State
 
 Settings = Annotated[
@@ -212,13 +212,17 @@ def down() -> None:
         from tlora import local_cluster
         from tlora.client import Client
 
+        missing = None
         try:
             client = Client()
             typer.echo("saving what runs …")
             client.down()
-        finally:
-            if "RAY_ADDRESS" not in os.environ:
-                local_cluster.stop()
+        except GoneError as error:
+            missing = error
+        if "RAY_ADDRESS" not in os.environ:  # not after another error: what runs is not saved then
+            local_cluster.stop()
+        if missing:
+            raise missing
         typer.echo("down. The next `tlora up` with the same state and storage goes on with what is left.")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import tlora
 from tlora import local_cluster
 from tlora.cluster import ClusterSpec
-from tlora.errors import ClusterError, StateError, TloraError
+from tlora.errors import ClusterError, GoneError, StateError, TloraError
 from tlora.job import State
 from tlora.local_cluster import address, authenticate
 from tlora.paths import absolute, absolute_changes, absolute_sweep
@@ -45,7 +45,7 @@ class Client:
         try:
             self._scheduler = connect()
         except ValueError:
-            raise ClusterError("this cluster has no tLoRA scheduler. Run `tlora up`.") from None
+            raise GoneError("this cluster has no tLoRA scheduler. Run `tlora up`.") from None
         theirs = self._call("version")
         if theirs != tlora.__version__:
             raise ClusterError(
@@ -192,7 +192,7 @@ class Client:
                 cause = error.cause
                 raise (cause if isinstance(cause, TloraError) else ClusterError(str(cause))) from None
             except ray.exceptions.RayActorError as error:
-                raise ClusterError(f"the scheduler is gone: {error}. Run `tlora up`.") from None
+                raise GoneError(f"the scheduler is gone: {error}. Run `tlora up`.") from None
         raise ClusterError("the scheduler does not come back. See `ray status`, and run `tlora up`.")
 
 
@@ -218,4 +218,4 @@ def _join(where: str | None) -> None:
     try:
         ray.init(address=where, namespace="tlora", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"no Ray cluster answers at {where}: {str(error).rstrip('.')}. Run `tlora up`.") from None
+        raise GoneError(f"no Ray cluster answers at {where}: {str(error).rstrip('.')}. Run `tlora up`.") from None

@@ -41,5 +41,9 @@ class ClusterError(TloraError, RuntimeError):
     """The cluster, or its scheduler, cannot be reached or is another's."""
 
 
+class GoneError(ClusterError):
+    """There is no cluster, or no scheduler on it: nothing runs that is not saved."""
+
+
 class GroupError(TloraError, RuntimeError):
     """A rank of a group is gone, or did not answer in time: none of the group's jobs can go on from here."""

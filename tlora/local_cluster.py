@@ -20,6 +20,16 @@ from typing import Any
 from tlora.errors import ClusterError
 
 _START_S = 60.0
+_CODE = """
+import json, os, sys
+path, address = sys.argv.pop(1), sys.argv.pop(1)
+with open(path + ".new", "w") as file:
+    json.dump({"pid": os.getpid(), "address": address}, file)
+os.replace(path + ".new", path)
+from ray.scripts.scripts import main; main()
+"""
+"""Ray's process says itself which it is, before it is ready: whenever the command that started it is killed, the next
+finds it."""
 
 
 def _file() -> Path:
@@ -88,7 +98,7 @@ def _free_port(port: int = 0) -> int:
 def _launch(path: Path, port: int, lock: int) -> bool:
     """Whether it starts there."""
     log = path.with_suffix(".log")
-    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block",
+    command = [sys.executable, "-c", _CODE, str(path), f"127.0.0.1:{port}", "start", "--head", "--block",
                f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false",
                "--dashboard-agent-listen-port=0", "--disable-usage-stats",
                f"--temp-dir={path.parent / 'ray'}"]  # fmt: skip
@@ -97,8 +107,6 @@ def _launch(path: Path, port: int, lock: int) -> bool:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, start_new_session=True, env=environment, pass_fds=[lock]
         )
-    # Before it is ready: if this command is killed meanwhile, `tlora down` finds what to end.
-    path.write_text(json.dumps({"pid": process.pid, "address": f"127.0.0.1:{port}"}))
     deadline_s = time.monotonic() + _START_S
     while "Ray runtime started" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline_s:

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from tlora import local_cluster
+from tlora import cli_cluster, client, local_cluster
 from tlora.cluster import ClusterSpec, load_cluster
-from tlora.errors import ClusterError, SpecError
+from tlora.errors import ClusterError, GoneError, SpecError
 from tlora.plan import Plan
 
 
@@ -166,3 +168,52 @@ def test_a_process_that_has_its_number_now_is_no_cluster_and_is_left_alone(
         local_cluster.stop()
         other.communicate(b"\n")
     assert other.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "stops"),
+    [
+        (ClusterError("the cluster runs tLoRA 0, this is 1."), False),
+        (KeyboardInterrupt(), False),
+        (GoneError("this cluster has no tLoRA scheduler."), True),
+    ],
+)
+def test_the_local_ray_ends_only_once_all_is_saved(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, stops: bool
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    stopped = list[bool]()
+    monkeypatch.setattr(local_cluster, "stop", lambda: stopped.append(True))
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(client, "Client", lambda: fail() if isinstance(error, ClusterError) else Busy())
+    Busy = type("Busy", (), {"down": lambda self: fail()})
+    with suppress(BaseException):
+        cli_cluster.down()
+    assert bool(stopped) is stops
+
+
+def test_a_ray_whose_command_was_killed_at_once_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLORA_HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    popen, started = subprocess.Popen, list[Any]()
+
+    def start(command: list[str], **options: Any) -> Any:
+        code = command[2].replace("from ray.scripts.scripts import main; main()", "import time; time.sleep(60)")
+        assert code != command[2]
+        started.append(popen([*command[:2], code, *command[3:]], **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_cluster.subprocess, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        local_cluster.start()
+    deadline_s = time.monotonic() + 10
+    while not local_cluster._read() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    known = local_cluster._read()
+    local_cluster.stop() if known else started[0].kill()
+    assert known
+    assert known["pid"] == started[0].pid
+    assert local_cluster._read() is None
