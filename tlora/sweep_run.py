@@ -21,7 +21,7 @@ from tlora.job import State
 from tlora.local import data_key, read_data
 from tlora.resident import ResidentJob, digest
 from tlora.spec import JobSpec
-from tlora.sweep import Curve, Halt, interval, samples_at
+from tlora.sweep import Curve, EarlyExit, Halt, interval, samples_at
 from tlora.sweep_report import write_results
 from tlora.sweep_spec import SweepSpec, Values, draw, forked
 from tlora.sweep_state import Candidate, Status, SweepState
@@ -185,6 +185,13 @@ class SweepRun:
         save_every = one.eval_every * self.spec.save_every_evaluations or _NEVER
         return self.spec.candidate(one.number, one.values, eval_every=one.eval_every, save_every=save_every)
 
+    def _rules_of(self, one: Candidate) -> tuple[EarlyExit, float | None]:
+        """With the start that its loss is not to rise above; none is known of who begins with its user's adapter."""
+        rules = self.spec.early_exit
+        if one.start is None and self._spec_of(one).adapter.init_from is not None:
+            rules = rules.model_copy(update={"divergence": None})
+        return rules, one.start
+
     def _curve(self, one: Candidate) -> Curve:
         spec = self._spec_of(one)
         rows = read_metrics(spec.folder) if (spec.folder / METRICS).exists() else []
@@ -222,8 +229,9 @@ class SweepRun:
     def _settle(self, halting: Sequence[Candidate]) -> None:
         """Judge those that halt at an evaluation: each goes on, waits for its siblings, or ends. Then fill places."""
         for one in halting:
-            if not one.is_exempt and (reason := self.spec.early_exit.judge_alone(self._curve(one))):
-                one.status, one.reason = Status.EXITED, reason
+            rules, start = self._rules_of(one)
+            if not one.is_exempt and (found := rules.judge_alone(self._curve(one), start)):
+                one.end(found)
         self._settle_rungs(halting)
         while self._fill():  # one that cannot join may decide for those that wait for it
             self._settle_rungs([])
@@ -261,9 +269,9 @@ class SweepRun:
         spec, rungs = self._spec_of(one), self.state.rungs
         halt = None
         if not one.is_exempt:
-            rules = self.spec.early_exit
             until = rungs[one.passed] if one.is_ranked and one.passed < len(rungs) else 0
-            halt = Halt(until=until, rules=rules)
+            rules, start = self._rules_of(one)
+            halt = Halt(until=until, rules=rules, start=start)
         try:
             self.places.join(spec, self._data(spec), halt)
         except (TloraError, OSError) as error:
