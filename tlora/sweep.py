@@ -183,7 +183,7 @@ class Overfitting(Spec):
     """Ends a candidate whose validation loss rises while its training loss falls; its best checkpoint stays.
 
     Statistic: the lowest of the last `patience` validation losses, over the lowest of all; it must lie above that by
-    `margin` scatters of the validation loss: with 5, white noise on a plateau passes at 0.3 % of the evaluations. And
+    `margin` scatters of the validation loss: with 5, white noise on a plateau passes at 0.3 % of them at most. And
     the mean training loss since the best must be below that of as many samples before it. The rows are the same at
     each evaluation, so their choice adds no noise to a loss. A share moves by whole rows, and where it mostly stands
     still the scatter is nothing: it must also lie above the best by `rows` binomial standard errors of the best share.
@@ -194,7 +194,7 @@ class Overfitting(Spec):
     does, and the minimum often comes only as the rate decays: with 3 a bump after an epoch's end takes out a finalist.
     Each exit comes 3 evaluations of one candidate later for it (0.35 % of the samples of 24)."""
     rows: NotNegative = 2.0
-    """Of shares alone, in standard errors. 2: two rows of 200, where nearly all or nearly none are answered."""
+    """Of shares alone, in standard errors. 2: three rows of 200, where nearly all or nearly none are answered."""
     margin: NotNegative = 5.0
 
     def judge(self, curve: Curve) -> str | None:
