@@ -121,10 +121,11 @@ class ClusterPlaces:
     def room(self) -> int:
         return _EVERYBODY
 
-    def join(self, spec: JobSpec, data: JobData, halt: Halt | None) -> None:
+    def join(self, spec: JobSpec, data: JobData, halt: Halt | None) -> bool:
         self._call("train", spec.model_dump(mode="json"), (halt or _TO_ITS_END).model_dump(mode="json"))
         self._here[spec.name] = spec, len(data.train)
         self._halting.discard(spec.name)
+        return True
 
     def leave(self, name: str, reason: str) -> News:
         self._call("explain", name, reason)

@@ -6,14 +6,12 @@ Called by `tlora.sweep_run` at the end of a sweep, also of one that was stopped.
 import csv
 import io
 import json
-import shutil
 from collections.abc import Mapping
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora.checkpoint import BEST
-from tlora.files import atomic_folder, atomic_path
+from tlora.files import atomic_path, replace_folder
 from tlora.sweep import Curve
 from tlora.sweep_spec import SweepSpec
 from tlora.sweep_state import Candidate, Status, SweepState, statuses
@@ -42,7 +40,7 @@ def write_results(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve
         with atomic_path(spec.folder / name) as path:
             path.write_text(text, encoding="utf-8")
     if state.leader is not None:
-        _copy_best(spec.folder / "candidates" / state.leader.name / BEST, spec.folder / BEST)
+        replace_folder(spec.folder / "candidates" / state.leader.name / BEST, spec.folder / BEST)
 
 
 def leaderboard(state: SweepState) -> list[dict[str, Any]]:
@@ -75,14 +73,6 @@ def cost(state: SweepState) -> dict[str, Any]:
         "seconds": round(state.spent_s, 3),
         "seconds_of_full_training_at_this_pace": round(state.spent_s / share, 3) if share else None,
     }
-
-
-def _copy_best(source: Path, target: Path) -> None:
-    """The winner's best adapter, whole, in place of one that was there; the next run mends a crash in between."""
-    with atomic_folder(target.with_name(f"{target.name}.new")) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-    shutil.rmtree(target, ignore_errors=True)
-    target.with_name(f"{target.name}.new").rename(target)
 
 
 def _page(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve], rows: list[dict[str, Any]]) -> str:

@@ -68,6 +68,8 @@ class Candidate:
     num_evaluations: int = 0
     best_loss: float | None = None
     best_samples: int | None = None
+    has_best: bool = True
+    """Whether its `best/` is the adapter of `best_loss`: of one that failed it may be an older one, or absent."""
     best_tie: float = 0.0
     """Of two equal shares, the better one is that of the lower loss, which is this."""
 
@@ -76,8 +78,8 @@ class Candidate:
         self.status, self.ended_by, self.reason = Status.EXITED, *found
 
     def revive(self) -> None:
-        """Reverse its exit."""
-        self.status, self.reason, self.is_exempt = Status.QUEUED, "", True
+        """Reverse its exit, or its failure."""
+        self.status, self.reason, self.is_exempt, self.has_best = Status.QUEUED, "", True, True
         self.exited_at, self.ended_by = None, ""
 
     @property
@@ -181,8 +183,8 @@ class SweepState:
 
     @property
     def leader(self) -> Candidate | None:
-        best = self.ranking()[:1]
-        return best[0] if best and best[0].best_loss is not None else None
+        """The first in the ranking whose best adapter is there."""
+        return next((one for one in self.ranking() if one.best_loss is not None and one.has_best), None)
 
     def verdict(self, one: Candidate, halving: Halving, rung: int | None = None) -> Verdict | None:
         """At a rung that a candidate has reached, by default the one that is due; None: siblings could change it."""
