@@ -53,8 +53,8 @@ class Sweeps:
         from tlora.actors.drive import Drive, call  # here, for a scheduler that starts this needs no torch
 
         try:
-            options = {"counts_gpus": self._counts_gpus, "mark": self._mark}
-            Drive(self._register, name, call, self._library, **options).run()
+            drive = Drive(self._register, name, call, self._library, counts_gpus=self._counts_gpus, mark=self._mark)
+            drive.run()
         except Exception:  # of one sweep: it is begun again where its files say
             log.exception("sweep=%s could not be driven", name)
             time.sleep(_AGAIN_S)

@@ -84,6 +84,7 @@ class LocalPlaces:
         self._halts = Halts()
         self._progress: dict[str, Progress] = {}
         self._asked_s = time.monotonic()
+        self._lone_s, self._lone_samples = 0.0, 0
         self._most_rows = math.inf
         """Of a tick, since one ran out of memory."""
 
@@ -138,12 +139,16 @@ class LocalPlaces:
             return []
         if not (news := self._halting(trainer)):
             if trainer.jobs:
+                alone, before = list(trainer.jobs), self.samples()
                 try:
                     tick = trainer.tick()
                 except torch.OutOfMemoryError as error:
                     error.__traceback__ = None
                     return self._shrink(trainer, str(error))
                 ended = tick.ended
+                if len(alone) == 1 and list(trainer.jobs) == alone and not ended:
+                    self._lone_s += tick.seconds
+                    self._lone_samples += self.samples() - before
                 self._watch(list(self._progress.values()), tick)
             else:  # the last files of those that have ended are being written
                 time.sleep(_IDLE_S)
@@ -191,6 +196,10 @@ class LocalPlaces:
         now_s = time.monotonic()
         seconds, self._asked_s = now_s - self._asked_s, now_s
         return seconds if self._made and self._made.supermodel.device.type == "cuda" else 0.0
+
+    def lone(self) -> tuple[float, int]:
+        found, self._lone_s, self._lone_samples = (self._lone_s, self._lone_samples), 0.0, 0
+        return found
 
     def close(self) -> list[News]:
         if self._made is None:

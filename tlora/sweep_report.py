@@ -62,16 +62,22 @@ def leaderboard(state: SweepState) -> list[dict[str, Any]]:
 
 
 def cost(state: SweepState) -> dict[str, Any]:
-    """Samples and seconds, beside what all candidates would take to their ends at the same pace."""
+    """Samples and seconds, beside what all candidates would take to their ends: together, at the same pace, and one
+    after the other, at the pace of those that were seen alone (None if nobody was; not known on a cluster)."""
     samples, whole = state.samples, sum(one.total for one in state.candidates)
     share = samples / whole if whole else 0.0
+    in_turn_s = whole * state.lone_s / state.lone_samples if state.lone_samples else None
     return {
         "samples": samples,
         "samples_of_full_training": whole,
         "saved_samples": 1.0 - share,
         "evaluated_sequences": state.num_validation * sum(one.num_evaluations for one in state.candidates),
+        "gpu_seconds": round(state.gpu_s, 3),
+        "gpu_seconds_of_full_training_at_this_pace": round(state.gpu_s / share, 3) if share else None,
         "seconds": round(state.spent_s, 3),
         "seconds_of_full_training_at_this_pace": round(state.spent_s / share, 3) if share else None,
+        "seconds_one_after_the_other": None if in_turn_s is None else round(in_turn_s, 3),
+        "saved_against_one_after_the_other": 1.0 - state.spent_s / in_turn_s if in_turn_s else None,
     }
 
 
@@ -82,8 +88,11 @@ def _page(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve], rows:
     lines = [
         f"{best} {statuses(state.candidates)}. {state.stopped}",
         f"{spent['samples']:,} samples of {spent['samples_of_full_training']:,}: {spent['saved_samples']:.1%} saved. "
-        f"{spent['evaluated_sequences']:,} sequences evaluated. {spent['seconds']:,.0f} s in training.",
+        f"{spent['evaluated_sequences']:,} sequences evaluated. {spent['seconds']:,.0f} s in training, "
+        f"{spent['gpu_seconds']:,.0f} s of GPUs.",
     ]
+    if in_turn_s := spent["seconds_one_after_the_other"]:
+        lines.append(f"All to their ends, one after the other at the pace of one alone: {in_turn_s:,.0f} s.")
     names = [*_COLUMNS, *spec.space, "reason"]
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
     body = "".join(

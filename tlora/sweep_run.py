@@ -70,6 +70,10 @@ class Places(Protocol):
     def gpu_s(self) -> float:
         """Seconds of GPUs used since this was last asked."""
 
+    def lone(self) -> tuple[float, int]:
+        """Seconds and samples of candidates that trained with nobody beside them, since this was last asked; 0 where
+        that is not known."""
+
     def close(self) -> list[News]:
         """Take everybody out, saved, all files written."""
 
@@ -232,6 +236,8 @@ class SweepRun:
         state, budget, now_s = self.state, self.spec.budget, time.monotonic()
         state.spent_s, self._counted_s = state.spent_s + now_s - self._counted_s, now_s
         state.gpu_s += self.places.gpu_s()
+        lone_s, lone_samples = self.places.lone()
+        state.lone_s, state.lone_samples = state.lone_s + lone_s, state.lone_samples + lone_samples
         if now_s - self._saved_s > _SAVE_EVERY_S:
             self._save()
         away = state.samples - sum(state[name].samples for name in self.places.names())

@@ -108,6 +108,10 @@ class SweepState:
     """Seconds in training, restarts included."""
     gpu_s: float = 0.0
     """Seconds of GPUs."""
+    lone_s: float = 0.0
+    """Seconds in which one candidate trained alone, its evaluations included, as far as that was seen."""
+    lone_samples: int = 0
+    """What it trained on in these."""
     stopped: str = ""
     """Why it ended before its candidates had."""
     candidates: list[Candidate] = field(default_factory=list)

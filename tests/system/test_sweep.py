@@ -79,6 +79,10 @@ def test_a_sweep_ends_the_weak_and_its_winner_is_what_it_would_be_alone(
     assert "<svg" in (spec.folder / "report.html").read_text()
     cost = json.loads((spec.folder / "cost.json").read_text())
     assert (cost["samples"], cost["samples_of_full_training"]) == (state.samples, 7 * 80)
+    assert (cost["gpu_seconds"], state.lone_samples > 0) == (0.0, True)  # on a CPU; the last finalist was alone
+    in_turn_s = cost["seconds_one_after_the_other"]
+    assert in_turn_s == pytest.approx(7 * 80 * state.lone_s / state.lone_samples, abs=1e-3)
+    assert cost["saved_against_one_after_the_other"] == pytest.approx(1 - state.spent_s / in_turn_s, abs=1e-3)
     finished = next(one for one in state.candidates if one.status is Status.FINISHED)
     job = load_job(spec.folder / "candidates" / finished.name / "job.yaml")
     assert equal(weights(job.folder), weights(alone(job)))
