@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -265,16 +266,18 @@ sys.path.insert(0, {here!r})
 from pathlib import Path
 from test_sweep import RESUME, run_sweep, toy
 print("begun", flush=True)
-run_sweep(toy.sweep(Path({folder!r}), output={output!r}), RESUME)
+run_sweep(toy.sweep(Path({folder!r}), output={output!r}, **{changes!r}), RESUME)
 """
+LEARNS = {"sampler": {"name": "tpe", "startup": 3, "wave": 2}, "budget": {"configurations": 5}}
 
 
-def test_killed_at_any_moment_it_ends_the_same(desk: Path) -> None:
-    """kill −9, again and again: the same winner, leaderboard and adapter as without."""
-    quiet = toy.sweep(desk)
+@pytest.mark.parametrize(("changes", "most"), [({}, 4), (LEARNS, 2)], ids=["random", "tpe"])
+def test_killed_at_any_moment_it_ends_the_same(desk: Path, changes: dict[str, Any], most: int) -> None:
+    """kill −9, again and again: the same draws, winner, leaderboard and adapter as without."""
+    quiet = toy.sweep(desk, **changes)
     run_sweep(quiet, OPTIONS)
     output = desk / "killed"
-    code = CHILD.format(here=str(Path(__file__).parent), folder=str(desk), output=str(output))
+    code = CHILD.format(here=str(Path(__file__).parent), folder=str(desk), output=str(output), changes=changes)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     rng, killed = random.Random(os.environ.get("TLORA_TEST_SEED", "8")), 0
     for _ in range(40):
@@ -287,10 +290,10 @@ def test_killed_at_any_moment_it_ends_the_same(desk: Path) -> None:
         child.send_signal(signal.SIGKILL)
         code_s = child.wait()
         killed += code_s == -signal.SIGKILL
-        if code_s != -signal.SIGKILL or killed == 4:
+        if code_s != -signal.SIGKILL or killed == most:
             break
     assert killed >= 2
-    run_sweep(toy.sweep(desk, output=str(output)), RESUME)
+    run_sweep(toy.sweep(desk, output=str(output), **changes), RESUME)
     for name in ("leaderboard.json", "leaderboard.csv"):
         assert (output / name).read_bytes() == (quiet.folder / name).read_bytes()
     assert equal(weights(output / "best"), weights(quiet.folder / "best"))

@@ -182,6 +182,21 @@ def test_a_late_bloomer_within_noise_is_kept_by_the_margin(margin: float) -> Non
     assert kept >= 19 if margin else kept <= 12
 
 
+@pytest.mark.parametrize("margin", [0.0, 1.5])
+def test_one_that_blooms_beyond_the_second_rung_is_kept_by_the_margin(margin: float) -> None:
+    """Planted: the best in the end, among the first eight at the first rung, and at the second of rank 5 where 3 go on,
+    behind by less than the noise."""
+    kept = 0
+    for seed in range(20):
+        early = {f"c{at}": curve(falling(1.0 + 0.01 * at), noise=0.6, seed=100 * seed + at) for at in range(4)}
+        late = {f"d{at}": curve(falling(1.8, 4.0), noise=0.6, seed=100 * seed + 50 + at) for at in range(19)}
+        bloomer = {"bloomer": curve(lambda share: falling(1.035)(share) if share < 0.2 else falling(0.5)(share),
+                                    noise=0.6, seed=100 * seed + 99)}  # fmt: skip
+        state = replay({**early, **late, **bloomer}, EarlyExit(halving=Halving(margin=margin)), EVERY)
+        kept += state.leader.name == "bloomer"
+    assert kept >= 19 if margin else kept <= 12
+
+
 def test_who_is_clearly_worse_exits_with_the_numbers_said() -> None:
     halving = Halving()
     readings = {"a": Reading(1.0, 0.1), "b": Reading(1.05, 0.1), "c": Reading(2.0, 0.1)}
