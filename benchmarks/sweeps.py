@@ -141,9 +141,7 @@ def measure(
         seed,
     )
     if args.curves:
-        args.curves.mkdir(parents=True, exist_ok=True)
-        kept = {name: asdict(curve) for name, curve in curves.items()}
-        (args.curves / f"{task}-{seed}.json").write_text(json.dumps(kept))
+        keep_curves(args.curves / f"{task}-{seed}.json", curves)
     ours, _ = sweep(args, {**common, "name": "ours", "places": 24, "early_exit": rules}, data, folder, seed)
     in_turn_s = peft_s(args, whole, data) if args.peft_steps else None
     args.peft_steps = 0  # of the first task and seed alone
@@ -169,6 +167,11 @@ def measure(
         "near_the_best": sum(loss <= 1.01 * best for loss in losses.values()),
         "ended_the_winner": ours[winner.replace("whole", "ours")].status != "finished" and name != winner,
     }
+
+
+def keep_curves(path: Path, curves: Mapping[str, Curve]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({name: asdict(curve) for name, curve in curves.items()}))
 
 
 def sweep(
