@@ -29,7 +29,7 @@ log = logging.getLogger("tlora")
 _LOOK_S = 0.2
 _TELL_S = 1.0
 _EVERYBODY = 10**6
-_OUT = (Status.EXITED, Status.WAITING)
+_OUT = (Status.EXITED, Status.WAITING, Status.FAILED)
 _TO_ITS_END = Halt(rules=EarlyExit(divergence=None, overfitting=None, halving=None))
 """A halt that never comes: so that one which rests has been paused by its user."""
 Call = Callable[..., Any]
@@ -40,9 +40,18 @@ class Drive:
     """One sweep, by its newest wish."""
 
     def __init__(
-        self, register: Register, name: str, call: Call, library: AbstractContextManager[Any], *, counts_gpus: bool
+        self,
+        register: Register,
+        name: str,
+        call: Call,
+        library: AbstractContextManager[Any],
+        *,
+        counts_gpus: bool,
+        mark: str | None = None,
     ):
+        """`mark`: a file that is there unless the folder of outputs is away."""
         self._register, self._name, self._call, self._counts_gpus = register, name, call, counts_gpus
+        self._mark = mark
         self._library = library
         self._told_s = 0.0
         self._refused = ""
@@ -54,7 +63,7 @@ class Drive:
         spec = parse_sweep(wish.spec)
         folder, state = JobFolder(spec.folder), SweepState(spec=wish.spec)
         try:
-            folder.open()
+            folder.open(self._mark)
             state = SweepState.load(spec.folder) or state
             state.take(spec)
             self._tell(state, wish, State.RUNNING)
@@ -65,7 +74,7 @@ class Drive:
             newest = self._register.wish(self._name)
             if newest.state is State.CANCELLED:
                 open_ones = [one.name for one in state.candidates if one.status.is_open]
-                self._call("cancel", [row["name"] for row in known_rows(self._call, open_ones)], True)
+                cancel(self._call, open_ones)
         except TloraError as error:
             log.error("sweep=%s failed: %s", self._name, error)
             self._tell(state, wish, State.FAILED, str(error))
@@ -121,10 +130,11 @@ class ClusterPlaces:
     def room(self) -> int:
         return _EVERYBODY
 
-    def join(self, spec: JobSpec, data: JobData, halt: Halt | None) -> None:
+    def join(self, spec: JobSpec, data: JobData, halt: Halt | None) -> bool:
         self._call("train", spec.model_dump(mode="json"), (halt or _TO_ITS_END).model_dump(mode="json"))
         self._here[spec.name] = spec, len(data.train)
         self._halting.discard(spec.name)
+        return True
 
     def leave(self, name: str, reason: str) -> News:
         self._call("explain", name, reason)
@@ -135,14 +145,21 @@ class ClusterPlaces:
     def step(self) -> list[News]:
         time.sleep(_LOOK_S)
         out = [one.name for one in self._state.candidates if one.status in _OUT and one.name not in self._here]
-        rows = self._call("status", [*self._here, *out])
+        rows = self._rows([*self._here, *out])
         self._count(rows)
         return [news for row in rows if (news := self._news(row))]
+
+    def _rows(self, names: list[str]) -> list[dict[str, Any]]:
+        try:
+            return list(self._call("status", names))
+        except StateError:  # some never came to this scheduler: they could not, or were trained without it
+            return known_rows(self._call, names)
 
     def _news(self, row: dict[str, Any]) -> News | None:
         name, state = row["name"], State(row["state"])
         if name not in self._here:  # it is out: its user alone can let it go on
-            return None if state in (State.PAUSED, State.CANCELLED) else News(name, State.RUNNING, _step_of(row))
+            rests = state in (State.PAUSED, State.CANCELLED, State.FAILED) or not self._is_mine(row)
+            return None if rests else News(name, State.RUNNING, _step_of(row))
         if state.is_terminal:
             del self._here[name]
             reason = row["reason"] or ("cancelled by its user" if state is State.CANCELLED else "")
@@ -151,6 +168,10 @@ class ClusterPlaces:
             self._halting.add(name)
             return News(name, State.PAUSED, _step_of(row), row["reason"])
         return None
+
+    def _is_mine(self, row: dict[str, Any]) -> bool:
+        """A candidate has failed too if its name was another job's."""
+        return bool(Path(row["output"]) == Path(self._state.spec["output"]) / "candidates" / row["name"])
 
     def _count(self, rows: Sequence[dict[str, Any]]) -> None:
         self._samples = 0
@@ -162,7 +183,8 @@ class ClusterPlaces:
         if self._counts_gpus and now_s - self._looked_s > _TELL_S:
             for worker in self._call("workers"):
                 mine = sum(name in self._here for name in worker["jobs"])
-                self._gpu_s += (now_s - self._looked_s) * mine / max(len(worker["jobs"]), 1)
+                gpus = max(len(worker["pids"]), 1)  # a row is a unit, with a GPU a process
+                self._gpu_s += (now_s - self._looked_s) * gpus * mine / max(len(worker["jobs"]), 1)
             self._looked_s = now_s
 
     def samples(self) -> int:
@@ -171,6 +193,9 @@ class ClusterPlaces:
     def gpu_s(self) -> float:
         seconds, self._gpu_s = self._gpu_s, 0.0
         return seconds
+
+    def lone(self) -> tuple[float, int]:
+        return 0.0, 0  # it is the scheduler that knows who trains beside whom
 
     def close(self) -> list[News]:
         rows = known_rows(self._call, list(self._here))
@@ -183,6 +208,14 @@ class ClusterPlaces:
             rows = self._call("status", [row["name"] for row in rows])
         self._here.clear()
         return [News(row["name"], State(row["state"]), _step_of(row), row["reason"]) for row in rows]
+
+
+def cancel(call: Call, names: Sequence[str]) -> None:
+    """Of those that the scheduler has heard of, all that have not ended; their exact states are kept."""
+    for row in known_rows(call, names):
+        if not State(row["state"]).is_terminal:
+            with suppress(StateError):  # it has ended meanwhile
+                call("cancel", [row["name"]], True)
 
 
 def known_rows(call: Call, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -199,7 +232,7 @@ def _step_of(row: dict[str, Any]) -> int:
 
 
 def call(method: str, *arguments: Any) -> Any:
-    """The scheduler's answer, once it is there. Raises TloraError."""
+    """The scheduler's answer, once it and its storage are there. Raises TloraError."""
     while True:
         try:
             scheduler = ray.get_actor(SCHEDULER, namespace=NAMESPACE)
@@ -207,7 +240,10 @@ def call(method: str, *arguments: Any) -> Any:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, TloraError):
                 raise error.cause from None
-            raise
+            if not isinstance(error.cause, OSError):
+                raise
+            log.warning("the scheduler's storage does not answer: %s", error.cause)
+            time.sleep(_TELL_S)
         except (ray.exceptions.RayError, ValueError) as error:
             log.debug("the scheduler does not answer: %s", error)
             time.sleep(_TELL_S)

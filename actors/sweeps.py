@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from tlora.actors.names import NAMESPACE, SWEEPS
+from tlora.actors.names import MARK, NAMESPACE, SWEEPS
 from tlora.actors.register import Register
 
 log = logging.getLogger("tlora")
@@ -26,6 +26,7 @@ class Sweeps:
     def __init__(self, outputs: str, counts_gpus: bool):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._register, self._counts_gpus = Register(Path(outputs)), counts_gpus
+        self._mark = str(Path(outputs) / MARK)
         self._library = threading.Lock()
         """Held by the thread that reads data or draws."""
         self._threads: dict[str, threading.Thread] = {}
@@ -52,7 +53,8 @@ class Sweeps:
         from tlora.actors.drive import Drive, call  # here, for a scheduler that starts this needs no torch
 
         try:
-            Drive(self._register, name, call, self._library, counts_gpus=self._counts_gpus).run()
+            drive = Drive(self._register, name, call, self._library, counts_gpus=self._counts_gpus, mark=self._mark)
+            drive.run()
         except Exception:  # of one sweep: it is begun again where its files say
             log.exception("sweep=%s could not be driven", name)
             time.sleep(_AGAIN_S)

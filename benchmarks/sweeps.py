@@ -9,7 +9,9 @@ reference); then the sweep runs live, and sees validation rows only. Beside it, 
 asynchronous successive halving (Li et al., MLSys 2020) and the first configurations as they were drawn, both replayed
 on the reference's curves, and both credited with the test loss of their pick trained to the end. Of the first task and
 seed, the sweep's time beside that of all configurations one after the other with PEFT, of which `--peft-steps` steps
-each are measured and the rest extrapolated. Writes results/sweeps/<device>.json.
+each are measured and the rest extrapolated. The sweep is timed warm: the reference has compiled in the same process.
+PEFT keeps adapters in float32 on a base in half precision. Writes results/sweeps/<device>.json, and the reference's
+curves to `--curves`, if that is given: `tlora.sweep_replay` then tries other rules without training.
 """
 
 import argparse
@@ -37,6 +39,7 @@ from tlora.spec import BaseSpec, JobSpec, parse_job
 from tlora.supermodel import SuperModel
 from tlora.sweep import Curve
 from tlora.sweep_local import LocalPlaces
+from tlora.sweep_report import cost
 from tlora.sweep_run import SweepRun
 from tlora.sweep_spec import SweepSpec, parse_sweep
 from tlora.sweep_state import SweepState
@@ -69,10 +72,11 @@ def main() -> None:
     parser.add_argument("--configurations", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=600, help="training rows")
-    parser.add_argument("--held-out", type=int, default=200, help="validation rows, and as many test rows")
+    parser.add_argument("--held-out", type=int, default=0, help="validation rows, and as many test rows; 0: all")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--max-length", type=int, default=384)
     parser.add_argument("--peft-steps", type=int, default=40, help="of each configuration; 0: no PEFT")
+    parser.add_argument("--curves", type=Path, help="folder for the reference's curves, as JSON")
     parser.add_argument("--small", action="store_true", help="8 configurations, one seed, 64 rows, one epoch")
     parser.add_argument("--device", default=str(default_device()))
     args = parser.parse_args()
@@ -110,9 +114,10 @@ def measure(
     """One task and seed: the reference, the sweep, and what others would have picked."""
     rows = list(sequences)
     random.Random(f"{task} {seed}").shuffle(rows)
-    test, rest = rows[: args.held_out], rows[args.held_out :]
-    data = JobData(rest[args.held_out :][: args.rows], rest[: args.held_out], None, None)  # type: ignore[arg-type]
-    assert len(data.train) == args.rows, f"{task} has {len(rows)} rows that fit; want {args.rows + 2 * args.held_out}"
+    held_out = args.held_out or (len(rows) - args.rows) // 2
+    assert len(rows) >= args.rows + 2 * max(held_out, 1), f"{task} has {len(rows)} rows that fit; want more"
+    test, rest = rows[:held_out], rows[held_out:]
+    data = JobData(rest[held_out:][: args.rows], rest[:held_out], None, None)  # type: ignore[arg-type]
     job = {
         "base": {"model": args.base},
         "data": {"path": task, "eval_path": "validation", "max_length": args.max_length},
@@ -135,6 +140,8 @@ def measure(
         folder,
         seed,
     )
+    if args.curves:
+        keep_curves(args.curves / f"{task}-{seed}.json", curves)
     ours, _ = sweep(args, {**common, "name": "ours", "places": 24, "early_exit": rules}, data, folder, seed)
     in_turn_s = peft_s(args, whole, data) if args.peft_steps else None
     args.peft_steps = 0  # of the first task and seed alone
@@ -143,20 +150,28 @@ def measure(
     (picked,) = losses_on(args, ours, folder / f"{seed}-ours", test, only=ours.leader.name).values()
     best = min(losses.values())
     winner = whole.leader.name
+    by_asha, taken_by_asha = asha(curves, ours.samples)
     return {
         "task": task,
         "seed": seed,
         "regret": picked / best - 1,
         "regret_of_the_whole": losses[winner] / best - 1,
-        "regret_of_asha": losses[asha(curves, ours.samples)] / best - 1,
-        "regret_of_random": losses[first(curves, ours.samples)] / best - 1,
+        "regret_of_asha": losses[by_asha] / best - 1,
+        "regret_of_random": statistics.fmean(losses[one] for one in firsts(curves, ours.samples)) / best - 1,
         "samples": ours.samples / whole.samples,
         "seconds": ours.spent_s / whole.spent_s,
         "ours_s": ours.spent_s,
         "peft_in_turn_s": in_turn_s,
+        "samples_of_asha": taken_by_asha / whole.samples,
+        "evaluated": cost(ours)["evaluated_sequences"] / cost(whole)["evaluated_sequences"],
         "near_the_best": sum(loss <= 1.01 * best for loss in losses.values()),
         "ended_the_winner": ours[winner.replace("whole", "ours")].status != "finished" and name != winner,
     }
+
+
+def keep_curves(path: Path, curves: Mapping[str, Curve]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({name: asdict(curve) for name, curve in curves.items()}))
 
 
 def sweep(
@@ -217,11 +232,12 @@ def losses_on(
     return {job.name: job.eval_loss for job in residents}
 
 
-def asha(curves: Mapping[str, Curve], most: int, eta: int = 3, warmup: float = 1 / 16) -> str:
-    """Who is best on validation when plain asynchronous successive halving has taken `most` samples: at a rung who is
-    not among the best 1 / eta of those that have arrived so far ends, and the next in line begins."""
+def asha(curves: Mapping[str, Curve], most: int, eta: int = 3, warmup: float = 1 / 16) -> tuple[str, int]:
+    """Who is best on validation when plain asynchronous successive halving has taken `most` samples, or has ended all
+    before; and how many it took. At a rung who is not among the best 1 / eta of those that have arrived so far ends."""
     seen: dict[int, list[float]] = {}
     found: dict[str, float] = {}
+    curves = {name: curve for name, curve in curves.items() if curve.train}  # one may have failed before any step
     ends = {name: curve.train[-1][0] for name, curve in curves.items()}
     rungs, longest = [], max(ends.values())
     while (at := warmup * longest * eta ** len(rungs)) < longest:
@@ -240,20 +256,32 @@ def asha(curves: Mapping[str, Curve], most: int, eta: int = 3, warmup: float = 1
             passed[name] += 1
         if at_of[name] >= ends[name] and name in alive:
             alive.remove(name)
-    return min(found, key=lambda one: found[one])
+    return min(found, key=lambda one: found[one]), sum(at_of.values())
 
 
-def first(curves: Mapping[str, Curve], most: int) -> str:
-    """Who is best on validation of the first configurations, trained to the end as far as `most` samples go."""
+def firsts(curves: Mapping[str, Curve], most: int) -> list[str]:
+    """Random picks: of as many configurations as `most` samples train to the end, who is best on validation; one pick
+    for each configuration that may be drawn first, the others in their order."""
+    names = [name for name, curve in curves.items() if curve.train]
+    return [first(curves, names[at:] + names[:at], most) for at in range(len(names))]
+
+
+def first(curves: Mapping[str, Curve], names: Sequence[str], most: int) -> str:
     found, left = {}, most
-    for name, curve in curves.items():
+    for name in names:
+        curve = curves[name]
         so_far = curve.until(min(left, curve.train[-1][0]))
         left -= curve.train[-1][0]
         if so_far.best is not None:
             found[name] = so_far.best[1]
         if left <= 0:
             break
-    return min(found, key=lambda one: found[one])
+    return min(found or names[:1], key=lambda one: found.get(one, 0.0))
+
+
+def made(name: str, shape: str, value: float, target: float | None, stamp: Sequence[str], unit: str = "ratio") -> Row:
+    """Ratios are to the reference, or the best of it; counts stand alone."""
+    return Row(name, shape, float(value), "reference", 1.0, float(value), target, "lower", *stamp, unit)
 
 
 def report(args: argparse.Namespace, task: str, cases: Sequence[Mapping[str, Any]]) -> None:
@@ -272,11 +300,16 @@ def report(args: argparse.Namespace, task: str, cases: Sequence[Mapping[str, Any
         ("regret_of_random", None),
         ("samples", 0.28),
         ("seconds", None),
-        ("ended_the_winner", None),
+        ("samples_of_asha", None),
+        ("evaluated", None),
         ("near_the_best", 6.0),
     ):
-        value = statistics.fmean(float(case[measure_name]) for case in cases) + measure_name.startswith("regret")
-        rows.append(Row(f"{task}/{measure_name}", shape, value, "reference", 1.0, value, target, "lower", *stamp))
+        values = [float(case[measure_name]) + measure_name.startswith("regret") for case in cases]
+        value = max(values) if measure_name == "near_the_best" else statistics.fmean(values)
+        rows.append(made(f"{task}/{measure_name}", shape, value, target, stamp))
+    rows += [made(f"{task}/regret/seed-{case['seed']}", shape, 1.0 + case["regret"], None, stamp) for case in cases]
+    ended = sum(bool(case["ended_the_winner"]) for case in cases)
+    rows.append(made(f"{task}/ended_the_winner", shape, ended, None, stamp, "cases"))
     if in_turn_s := cases[0]["peft_in_turn_s"]:
         ours_s, against = cases[0]["ours_s"], "PEFT, one after the other: a prefix, extrapolated"
         rows.append(
@@ -299,6 +332,10 @@ def report(args: argparse.Namespace, task: str, cases: Sequence[Mapping[str, Any
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {row["name"]: row for row in json.loads(path.read_text())} if path.exists() else {}
     kept |= {row.name: asdict(row) for row in rows}
+    in_all = sum(row["ours_ms"] for name, row in kept.items() if name.endswith("/ended_the_winner"))
+    total = made("all/ended_the_winner_of_all_cases", "all tasks and seeds", in_all, 1.0, stamp, "cases")
+    print(f"{total.name:<40} {total.shape} {total.ratio:.0f} {total.verdict}", flush=True)
+    kept[total.name] = asdict(total)
     path.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tlora.sweep import Curve
 
-END, EVERY, BATCH, ROWS = 1536, 48, 8, 64
+END, EVERY, BATCH, ROWS = 1440, 40, 8, 64
 
 
 def curve(

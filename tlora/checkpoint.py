@@ -111,6 +111,15 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def has_written_best(folder: Path, loss: float | None) -> bool:
+    """Whether `best/` holds the adapter of a job's lowest loss: files are written in turn, so it does if a state that
+    was saved later knows that loss."""
+    try:
+        return (folder / BEST / "adapter_config.json").exists() and read_meta(folder)["best_loss"] == loss
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _checksum(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> int:
     """Of every value, what describes it included: a flipped digit of the step number is damage too."""
     total = zlib.crc32(json.dumps({**meta, "checksum": 0}, sort_keys=True).encode())

@@ -48,6 +48,16 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def replace_folder(source: Path, target: Path) -> None:
+    """A copy of a folder, whole, in place of one that was there; asked again, it mends a crash in between."""
+    made = target.with_name(f"{target.name}.new")
+    shutil.rmtree(made, ignore_errors=True)
+    with atomic_folder(made) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(f"*{_MARK}*"))
+    shutil.rmtree(target, ignore_errors=True)
+    made.rename(target)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder last through a loss of power."""
     handle = os.open(folder, os.O_RDONLY)

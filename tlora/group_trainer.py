@@ -166,10 +166,11 @@ class GroupTrainer(Trainer):
 
         def opened() -> tuple[Any, ...]:
             run_id = super(GroupTrainer, self)._open(job, resume)
-            return job.step, job.tokens, job.best_loss, job.phase, run_id
+            return job.step, job.tokens, (job.best_loss, job.best_eval_loss), job.phase, run_id
 
         try:
-            job.step, job.tokens, job.best_loss, job.phase, run_id = self._led(job, opened)
+            job.step, job.tokens, best, job.phase, run_id = self._led(job, opened)
+            job.best_loss, job.best_eval_loss = best
             for vector in job.state.tensors().values():
                 self.mesh.broadcast(vector, held.lead, held.ranks)
             mine.load(job.state.tensors())

@@ -23,6 +23,7 @@ def describe(job: ResidentJob, supermodel: SuperModel) -> dict[str, Any]:
         "tokens": job.tokens,
         "evaluating": job.phase is Phase.EVALUATING,
         "best_loss": job.best_loss,
+        "best_eval_loss": job.best_eval_loss,
         "data": job.digest,
         "dtype": str(supermodel.dtype),
         "base": supermodel.fingerprint,
@@ -59,5 +60,6 @@ def restore(job: ResidentJob, supermodel: SuperModel, *, resume: bool) -> str | 
     job.state.load(tensors)
     job.step, job.tokens = meta["step"], meta["tokens"]
     job.best_loss = meta["best_loss"]
+    job.best_eval_loss = float(meta.get("best_eval_loss", job.best_loss))
     job.phase = Phase.EVALUATING if meta["evaluating"] else Phase.TRAINING
     return str(meta["run_id"])

@@ -69,6 +69,8 @@ class ResidentJob:
         """Tokens trained on so far."""
         self.best_loss = math.inf
         """Lowest evaluation so far, by the job's objective."""
+        self.best_eval_loss = math.inf
+        """The loss there, by which the better one of equal shares is told."""
         self.loss = self.eval_loss = math.nan
         self.seconds_per_step = math.nan
         self.tokens_per_s = math.nan

@@ -38,8 +38,8 @@ def replay(
         state.measure(one, curve, at)
         if at >= one.total:
             one.status = Status.FINISHED
-        elif reason := rules.judge_alone(curve):
-            one.status, one.reason = Status.EXITED, reason
+        elif found := rules.judge_alone(curve):
+            one.end(found)
         state.judge(rules.halving)
         if one.is_due:
             one.status = Status.WAITING

@@ -6,14 +6,12 @@ Called by `tlora.sweep_run` at the end of a sweep, also of one that was stopped.
 import csv
 import io
 import json
-import shutil
 from collections.abc import Mapping
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora.checkpoint import BEST
-from tlora.files import atomic_folder, atomic_path
+from tlora.files import atomic_path, replace_folder
 from tlora.sweep import Curve
 from tlora.sweep_spec import SweepSpec
 from tlora.sweep_state import Candidate, Status, SweepState, statuses
@@ -42,7 +40,7 @@ def write_results(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve
         with atomic_path(spec.folder / name) as path:
             path.write_text(text, encoding="utf-8")
     if state.leader is not None:
-        _copy_best(spec.folder / "candidates" / state.leader.name / BEST, spec.folder / BEST)
+        replace_folder(spec.folder / "candidates" / state.leader.name / BEST, spec.folder / BEST)
 
 
 def leaderboard(state: SweepState) -> list[dict[str, Any]]:
@@ -64,25 +62,23 @@ def leaderboard(state: SweepState) -> list[dict[str, Any]]:
 
 
 def cost(state: SweepState) -> dict[str, Any]:
-    """Samples and seconds, beside what all candidates would take to their ends at the same pace."""
+    """Samples and seconds, beside what all candidates would take to their ends: together, at the same pace, and one
+    after the other, at the pace of those that were seen alone (None if nobody was; not known on a cluster)."""
     samples, whole = state.samples, sum(one.total for one in state.candidates)
     share = samples / whole if whole else 0.0
+    in_turn_s = whole * state.lone_s / state.lone_samples if state.lone_samples else None
     return {
         "samples": samples,
         "samples_of_full_training": whole,
         "saved_samples": 1.0 - share,
         "evaluated_sequences": state.num_validation * sum(one.num_evaluations for one in state.candidates),
+        "gpu_seconds": round(state.gpu_s, 3),
+        "gpu_seconds_of_full_training_at_this_pace": round(state.gpu_s / share, 3) if share else None,
         "seconds": round(state.spent_s, 3),
         "seconds_of_full_training_at_this_pace": round(state.spent_s / share, 3) if share else None,
+        "seconds_one_after_the_other": None if in_turn_s is None else round(in_turn_s, 3),
+        "saved_against_one_after_the_other": 1.0 - state.spent_s / in_turn_s if in_turn_s else None,
     }
-
-
-def _copy_best(source: Path, target: Path) -> None:
-    """The winner's best adapter, whole, in place of one that was there; the next run mends a crash in between."""
-    with atomic_folder(target.with_name(f"{target.name}.new")) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-    shutil.rmtree(target, ignore_errors=True)
-    target.with_name(f"{target.name}.new").rename(target)
 
 
 def _page(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve], rows: list[dict[str, Any]]) -> str:
@@ -92,8 +88,11 @@ def _page(spec: SweepSpec, state: SweepState, curves: Mapping[str, Curve], rows:
     lines = [
         f"{best} {statuses(state.candidates)}. {state.stopped}",
         f"{spent['samples']:,} samples of {spent['samples_of_full_training']:,}: {spent['saved_samples']:.1%} saved. "
-        f"{spent['evaluated_sequences']:,} sequences evaluated. {spent['seconds']:,.0f} s in training.",
+        f"{spent['evaluated_sequences']:,} sequences evaluated. {spent['seconds']:,.0f} s in training, "
+        f"{spent['gpu_seconds']:,.0f} s of GPUs.",
     ]
+    if in_turn_s := spent["seconds_one_after_the_other"]:
+        lines.append(f"All to their ends, one after the other at the pace of one alone: {in_turn_s:,.0f} s.")
     names = [*_COLUMNS, *spec.space, "reason"]
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
     body = "".join(

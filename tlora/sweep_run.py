@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tlora.base import Outline
-from tlora.checkpoint import BEST
+from tlora.checkpoint import BEST, has_written_best
 from tlora.data import JobData, load_tokenizer
-from tlora.errors import SpecError, TloraError
+from tlora.errors import ModelError, SpecError, TloraError
+from tlora.files import replace_folder
 from tlora.job import State
 from tlora.local import data_key, read_data
 from tlora.resident import ResidentJob, digest
 from tlora.spec import JobSpec
-from tlora.sweep import Curve, Halt, interval, samples_at
+from tlora.sweep import Curve, EarlyExit, Halt, interval, samples_at
 from tlora.sweep_report import write_results
 from tlora.sweep_spec import SweepSpec, Values, draw, forked
 from tlora.sweep_state import Candidate, Status, SweepState
@@ -52,9 +53,10 @@ class Places(Protocol):
     def room(self) -> int:
         """How many more may join now."""
 
-    def join(self, spec: JobSpec, data: JobData, halt: Halt | None) -> None:
-        """Take a candidate in, or let it go on, as far as `halt`, from its saved state if it has one. Raises TloraError
-        or OSError."""
+    def join(self, spec: JobSpec, data: JobData, halt: Halt | None) -> bool:
+        """Take a candidate in, or let it go on, as far as `halt`, from its saved state if it has one. False: there is
+        no room after all, until another has left. Raises ModelError if there is no base to train it on, another
+        TloraError or OSError for what is the candidate's own."""
 
     def leave(self, name: str, reason: str) -> News:
         """Take out one that halts, its exact state saved; of one that is out already, tell the reason."""
@@ -67,6 +69,10 @@ class Places(Protocol):
 
     def gpu_s(self) -> float:
         """Seconds of GPUs used since this was last asked."""
+
+    def lone(self) -> tuple[float, int]:
+        """Seconds and samples of candidates that trained with nobody beside them, since this was last asked; 0 where
+        that is not known."""
 
     def close(self) -> list[News]:
         """Take everybody out, saved, all files written."""
@@ -93,19 +99,24 @@ class SweepRun:
         self._counted_s = self._saved_s = time.monotonic()
 
     def change(self, revive: Sequence[str], fork: Sequence[str], of: str = "") -> None:
-        """Reverse exits, and fork the leader, or who led when that was asked for."""
+        """Reverse exits and failures, and fork the leader, or who led when that was asked for. The fork starts from a
+        copy of that one's best adapter as it is now, for it may yet find a better one."""
         for name in revive:
-            one = self.state[name]
-            if one.status is not Status.EXITED:
-                raise SpecError(f"candidate {name} is {one.status}; want one that has exited, to revive it.")
-            one.revive()
+            if (status := self.state[name].status) not in (Status.EXITED, Status.FAILED):
+                raise SpecError(f"candidate {name} is {status}; want one that has exited or failed, to revive it.")
+        for name in revive:
+            self.state[name].revive()
+        if revive:
+            self._save()
         if fork:
             leader = self.state[of] if of else self.state.leader
             if leader is None:
                 raise SpecError(f"sweep {self.spec.name}: no candidate leads yet, so there is none to fork.")
             values, mine = forked(self.spec, leader.values, fork), self._spec_of(leader)
             self._data(mine)  # whose validation rows the fork's are to be
-            self._add([{**values, "adapter.init_from": str(mine.folder / BEST)}], is_fork=True)
+            start = self.spec.candidate(len(self.state.candidates), values).folder / "start"
+            replace_folder(mine.folder / BEST, start)
+            self._add([{**values, "adapter.init_from": str(start)}], of=leader)
 
     def run(self) -> None:
         """Until all candidates have ended, the budget is spent, or it is stopped; then write what came out."""
@@ -113,15 +124,17 @@ class SweepRun:
         try:
             self._note(self.places.step())  # of those whose user has let them go on meanwhile
             while not self.state.stopped:
-                if not any(one.status.is_open for one in self.state.candidates):
-                    drawn = draw(self.spec, [one.values for one in self.state.drawn], self.state.results)
-                    if not drawn:
-                        break
+                has_open = any(one.status.is_open for one in self.state.candidates)
+                drawn = [] if has_open and self.spec.sampler.learns else self._draw()
+                if drawn:
                     self._add(drawn)
+                elif not has_open:
+                    break
                 self._train()
         finally:  # stopped, or an error that no candidate is to blame for: nothing that was learnt is lost
             self._note(self.places.close())
-            self.state.judge(self.spec.early_exit.halving)
+            for one in self.state.judge(self.spec.early_exit.halving):
+                self._decide(one, is_here=False)
             self._save()
         self.state.explain_exits(self.spec.early_exit.halving)
         self._save()
@@ -129,8 +142,11 @@ class SweepRun:
         with self._library:
             write_results(self.spec, self.state, curves)
 
-    def _add(self, wave: Sequence[Values], *, is_fork: bool = False) -> None:
-        """Take candidates in, once all that can be known of them before training is known."""
+    def _draw(self) -> list[Values]:
+        return draw(self.spec, [one.values for one in self.state.drawn], self.state.results)
+
+    def _add(self, wave: Sequence[Values], *, of: Candidate | None = None) -> None:
+        """Take candidates in, once all that can be known of them before training is known. `of`: whose fork it is."""
         first = len(self.state.candidates)
         jobs = [self._prepare(number, values) for number, values in enumerate(wave, first)]
         totals = [
@@ -154,7 +170,8 @@ class SweepRun:
                     num_siblings=first + len(wave),
                     total=total,
                     eval_every=math.ceil(self.state.every / job.batch_size),
-                    is_fork=is_fork,
+                    is_fork=of is not None,
+                    start=self._start_of(of) if of else None,
                 )
             )
         self._save()
@@ -185,6 +202,19 @@ class SweepRun:
         save_every = one.eval_every * self.spec.save_every_evaluations or _NEVER
         return self.spec.candidate(one.number, one.values, eval_every=one.eval_every, save_every=save_every)
 
+    def _rules_of(self, one: Candidate) -> tuple[EarlyExit, float | None]:
+        """With the start that its loss is not to rise above; none is known of who begins with its user's adapter."""
+        rules = self.spec.early_exit
+        if one.start is None and self._spec_of(one).adapter.init_from is not None:
+            rules = rules.model_copy(update={"divergence": None})
+        return rules, one.start
+
+    def _start_of(self, leader: Candidate) -> float | None:
+        """The loss of the base, for a fork: that of its leader's first batch, unless that one began with an adapter."""
+        if leader.start is not None or self._spec_of(leader).adapter.init_from is not None:
+            return leader.start
+        return self._curve(leader).train[0][1]
+
     def _curve(self, one: Candidate) -> Curve:
         spec = self._spec_of(one)
         rows = read_metrics(spec.folder) if (spec.folder / METRICS).exists() else []
@@ -206,6 +236,8 @@ class SweepRun:
         state, budget, now_s = self.state, self.spec.budget, time.monotonic()
         state.spent_s, self._counted_s = state.spent_s + now_s - self._counted_s, now_s
         state.gpu_s += self.places.gpu_s()
+        lone_s, lone_samples = self.places.lone()
+        state.lone_s, state.lone_samples = state.lone_s + lone_s, state.lone_samples + lone_samples
         if now_s - self._saved_s > _SAVE_EVERY_S:
             self._save()
         away = state.samples - sum(state[name].samples for name in self.places.names())
@@ -222,8 +254,9 @@ class SweepRun:
     def _settle(self, halting: Sequence[Candidate]) -> None:
         """Judge those that halt at an evaluation: each goes on, waits for its siblings, or ends. Then fill places."""
         for one in halting:
-            if not one.is_exempt and (reason := self.spec.early_exit.judge_alone(self._curve(one))):
-                one.status, one.reason = Status.EXITED, reason
+            rules, start = self._rules_of(one)
+            if not one.is_exempt and (found := rules.judge_alone(self._curve(one), start)):
+                one.end(found)
         self._settle_rungs(halting)
         while self._fill():  # one that cannot join may decide for those that wait for it
             self._settle_rungs([])
@@ -246,11 +279,15 @@ class SweepRun:
         elif is_here or one.status is Status.EXITED:
             left = self.places.leave(one.name, one.reason)
             if left.state is State.FAILED:  # its state could not be saved
-                one.status, one.reason = Status.FAILED, left.reason
+                self._fail(one, left.reason)
+
+    def _fail(self, one: Candidate, reason: str) -> None:
+        one.status, one.reason = Status.FAILED, reason
+        one.has_best = has_written_best(self._spec_of(one).folder, one.best_loss)
 
     def _fill(self) -> bool:
         """Let in who is queued, as far as there is room: those at the lowest rung first, for others may wait for
-        them. Returns whether one could not join."""
+        them. Returns whether one has failed to."""
         here = set(self.places.names())
         queued = [one for one in self.state.candidates if one.status is Status.QUEUED and one.name not in here]
         queued.sort(key=lambda one: (one.passed, one.number))
@@ -258,16 +295,21 @@ class SweepRun:
         return not all(joined)
 
     def _join(self, one: Candidate) -> bool:
+        """False: it has failed. What no candidate is to blame for (its base, or data that were read before, are away)
+        ends the sweep here, which goes on with its resume."""
         spec, rungs = self._spec_of(one), self.state.rungs
+        data = self._data(spec)
         halt = None
         if not one.is_exempt:
-            rules = self.spec.early_exit
             until = rungs[one.passed] if one.is_ranked and one.passed < len(rungs) else 0
-            halt = Halt(until=until, rules=rules)
+            rules, start = self._rules_of(one)
+            halt = Halt(until=until, rules=rules, start=start)
         try:
-            self.places.join(spec, self._data(spec), halt)
+            self.places.join(spec, data, halt)
+        except ModelError:
+            raise
         except (TloraError, OSError) as error:
-            one.status, one.reason = Status.FAILED, str(error).removeprefix(f"job {one.name}: ")
+            self._fail(one, str(error).removeprefix(f"job {one.name}: "))
             log.error("job=%s failed: %s", one.name, one.reason)
             return False
         return True
@@ -282,8 +324,9 @@ class SweepRun:
             if told.state is State.RUNNING:
                 one.revive()
             elif told.state is not State.PAUSED:
-                one.status = Status.FINISHED if told.state is State.FINISHED else Status.FAILED
-                one.reason = told.reason
+                one.status, one.reason = Status.FINISHED, told.reason
+                if told.state is not State.FINISHED:
+                    self._fail(one, told.reason)
                 self._save()
 
     def _save(self) -> None:

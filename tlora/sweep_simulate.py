@@ -106,8 +106,8 @@ class SweepSimulator(Simulator):
         state.measure(one, curve, at)
         if at >= one.total:
             one.status = Status.FINISHED
-        elif reason := sweep.rules.judge_alone(curve):
-            one.status, one.reason = Status.EXITED, reason
+        elif found := sweep.rules.judge_alone(curve):
+            one.end(found)
         state.judge(sweep.rules.halving)
         if one.is_due:
             one.status = Status.WAITING

@@ -138,6 +138,11 @@ class SamplerSpec(Spec):
     wave: Count = 5
     """TPE: configurations drawn at once, when the wave before has ended."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether what it draws depends on what came out so far."""
+        return self.name == "tpe"
+
 
 class Objective(Spec):
     """What is to be low."""

@@ -13,7 +13,7 @@ from typing import Any
 from tlora.errors import CheckpointError, SpecError
 from tlora.files import atomic_path
 from tlora.paths import by_name
-from tlora.sweep import Curve, Halving, Reading, Verdict
+from tlora.sweep import Curve, Exit, Halving, Reading, Verdict
 from tlora.sweep_spec import Result, SweepSpec, Values, parse_sweep
 
 _FILE, _FORMAT = "sweep.json", 1
@@ -59,15 +59,28 @@ class Candidate:
     """Its validation loss at each rung it has reached."""
     exited_at: int | None = None
     """The rung at which its siblings ended it."""
+    ended_by: str = ""
+    """The rule that ended it, if one did."""
+    start: float | None = None
+    """Of a fork: the loss that its leader's first batch had, which the base alone answered."""
     step: int = 0
     samples: int = 0
     num_evaluations: int = 0
     best_loss: float | None = None
     best_samples: int | None = None
+    has_best: bool = True
+    """Whether its `best/` is the adapter of `best_loss`: of one that failed it may be an older one, or absent."""
+    best_tie: float = 0.0
+    """Of two equal shares, the better one is that of the lower loss, which is this."""
+
+    def end(self, found: Exit) -> None:
+        """By its own curve."""
+        self.status, self.ended_by, self.reason = Status.EXITED, *found
 
     def revive(self) -> None:
-        """Reverse its exit."""
-        self.status, self.reason, self.is_exempt, self.exited_at = Status.QUEUED, "", True, None
+        """Reverse its exit, or its failure."""
+        self.status, self.reason, self.is_exempt, self.has_best = Status.QUEUED, "", True, True
+        self.exited_at, self.ended_by = None, ""
 
     @property
     def is_ranked(self) -> bool:
@@ -95,6 +108,10 @@ class SweepState:
     """Seconds in training, restarts included."""
     gpu_s: float = 0.0
     """Seconds of GPUs."""
+    lone_s: float = 0.0
+    """Seconds in which one candidate trained alone, its evaluations included, as far as that was seen."""
+    lone_samples: int = 0
+    """What it trained on in these."""
     stopped: str = ""
     """Why it ended before its candidates had."""
     candidates: list[Candidate] = field(default_factory=list)
@@ -146,9 +163,13 @@ class SweepState:
 
     @property
     def results(self) -> list[Result]:
-        """Of those drawn, for the sampler."""
+        """Of those drawn, for the sampler. Who has over-fitted has shown its best, as who has finished."""
         return [
-            Result(samples=one.samples, loss=one.best_loss, finished=one.status is Status.FINISHED)
+            Result(
+                samples=one.samples,
+                loss=one.best_loss,
+                finished=one.status is Status.FINISHED or one.ended_by == "overfitting",
+            )
             for one in self.drawn
         ]
 
@@ -158,13 +179,16 @@ class SweepState:
         return sum(one.samples for one in self.candidates)
 
     def ranking(self) -> list[Candidate]:
-        """By the lowest validation loss reached, equals by number; those without one last."""
-        return sorted(self.candidates, key=lambda one: (one.best_loss is None, one.best_loss or 0.0, one.number))
+        """By the lowest validation loss reached, equal shares by the loss there, equals by number; those without one
+        last."""
+        return sorted(
+            self.candidates, key=lambda one: (one.best_loss is None, one.best_loss or 0.0, one.best_tie, one.number)
+        )
 
     @property
     def leader(self) -> Candidate | None:
-        best = self.ranking()[:1]
-        return best[0] if best and best[0].best_loss is not None else None
+        """The first in the ranking whose best adapter is there."""
+        return next((one for one in self.ranking() if one.best_loss is not None and one.has_best), None)
 
     def verdict(self, one: Candidate, halving: Halving, rung: int | None = None) -> Verdict | None:
         """At a rung that a candidate has reached, by default the one that is due; None: siblings could change it."""
@@ -181,7 +205,7 @@ class SweepState:
         """Bring a candidate's record up to what it has measured, its loss at the rungs that it has reached included."""
         one.samples, one.num_evaluations = samples, len(curve.evaluated)
         if curve.best is not None:
-            one.best_samples, one.best_loss = curve.best
+            (one.best_samples, one.best_loss), one.best_tie = curve.best, curve.best_tie
         while one.is_ranked and len(one.readings) < len(self.rungs):
             reading = curve.read(self.rungs[len(one.readings)])
             if reading is None:
@@ -204,7 +228,7 @@ class SweepState:
                     if one.status is Status.WAITING and not one.is_due:
                         one.status, one.reason = Status.QUEUED, ""
                 else:
-                    one.status, one.exited_at = Status.EXITED, one.passed
+                    one.status, one.exited_at, one.ended_by = Status.EXITED, one.passed, "halving"
                     one.reason = self.beaten(one.passed, verdict)
             if len(judged) == before:
                 break

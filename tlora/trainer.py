@@ -370,12 +370,12 @@ class Trainer:
         if not math.isfinite(loss):
             raise self._no_longer_finite(job, f"evaluation loss became {loss} at step {job.step}")
         assert job.tracker is not None
-        row, objective = {"step": job.step, "epoch": job.epoch, "eval_loss": loss}, loss
+        row, objective = {"step": job.step, "epoch": job.epoch, "eval_loss": loss}, (loss, loss)
         if job.spec.objective == "exact_match":
-            row["exact_match"], objective = exact_match, 1.0 - exact_match
+            row["exact_match"], objective = exact_match, (1.0 - exact_match, loss)
         job.tracker.write(row)
-        if objective < job.best_loss:
-            job.best_loss = objective
+        if objective < (job.best_loss, job.best_eval_loss):
+            job.best_loss, job.best_eval_loss = objective
             self._export(job, BEST)
         self._settle(job)
 

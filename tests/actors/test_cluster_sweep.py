@@ -76,7 +76,7 @@ def test_killed_with_its_cluster_a_sweep_ends_as_on_one_machine(client: Client, 
     client.wait(["s"])
     fork = SweepState.load(spec.folder).candidates[-1]
     assert (fork.status, fork.values["optim.lr"]) == (Status.FINISHED, 0.002)
-    assert fork.values["adapter.init_from"].endswith("/best")
+    assert fork.values["adapter.init_from"].endswith("/start")
 
 
 @pytest.mark.parametrize("client", [{"max_workers": 1, "idle_s": 60.0}], indirect=True)

@@ -16,6 +16,7 @@ from tlora.local import RunOptions, prepare, read_data, train
 from tlora.spec import JobSpec, load_job
 from tlora.sweep_local import run_sweep
 from tlora.tracking import read_metrics
+from tlora.trainer import Trainer, TrainerOptions
 
 
 def job(folder: Path) -> JobSpec:
@@ -87,3 +88,19 @@ def test_it_may_be_a_sweep_s_objective(tmp_path: Path) -> None:
     assert state.leader.best_loss == 1.0 - max(rates(leader))
     assert state.leader.best_loss == pytest.approx(1.0 - answered(leader, spec.folder / "best"))
     assert "not answered exactly" in (spec.folder / "report.html").read_text()
+
+
+def test_of_equal_shares_the_lower_loss_is_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers a row at first: best/ is then that of the lowest loss, also over a resume."""
+    trainer = Trainer(toy.super_model(), TrainerOptions())
+    one = trainer.attach(toy.job(tmp_path, objective="exact_match", eval_every=4), toy.data(held_out=4))
+    written: list[float] = []
+    monkeypatch.setattr(trainer, "_export", lambda job, part: written.append(job.eval_loss))
+    for loss, share in ((2.0, 0.0), (2.5, 0.0), (1.5, 0.0)):
+        trainer._after_evaluation(one, loss, share)
+    assert written == [2.0, 1.5]
+    trainer.detach("a")
+    again = trainer.attach(one.spec, one.data, resume=True)
+    for loss, share in ((1.8, 0.0), (1.4, 0.0), (3.0, 0.25), (1.0, 0.0)):
+        trainer._after_evaluation(again, loss, share)
+    assert written == [2.0, 1.5, 1.4, 3.0]

@@ -26,19 +26,19 @@ LOAD = Load(8, BATCH, 512)
 
 def test_what_is_expected_follows_the_rule_then_the_exits() -> None:
     state = begin(dict.fromkeys("abcdefghi", 900), RULES, 10)
-    assert state.rungs == [60, 180, 540]
+    assert state.rungs == [50, 150, 450]
     assert chances(state, Halving()) == pytest.approx([1 / 3, 1 / 3, 1.0])
     first = ahead(state, Halving())["a"]
     assert first.way == 900
-    assert first.expected == pytest.approx(60 + 120 / 3 + 360 / 9 + 360 / 9)
+    assert first.expected == pytest.approx(50 + 100 / 3 + 300 / 9 + 450 / 9)
     for one in state.candidates[:6]:
-        one.status, one.exited_at, one.samples = Status.EXITED, 0, 60
-    state.candidates[8].passed, state.candidates[8].samples = 1, 60
+        one.status, one.exited_at, one.samples = Status.EXITED, 0, 50
+    state.candidates[8].passed, state.candidates[8].samples = 1, 50
     found = ahead(state, Halving())
     assert found.keys() == {"g", "h", "i"}
     assert chances(state, Halving())[0] == pytest.approx((1 + 1) / (3 + 1 + 6))  # fewer go on than the rule keeps
-    assert found["i"].expected == pytest.approx(120 + 360 / 3 + 360 / 3)
-    assert ahead(state, None)["i"].expected == 840
+    assert found["i"].expected == pytest.approx(100 + 300 / 3 + 450 / 3)
+    assert ahead(state, None)["i"].expected == 850
 
 
 def test_the_longest_sweep_s_longest_candidate_goes_first() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tlora.errors import CheckpointError, SpecError
-from tlora.sweep import Reading
+from tlora.sweep import Exit, Reading
 from tlora.sweep_spec import Result, draw, is_sweep, load_sweep, parse_sweep
 from tlora.sweep_state import Candidate, SweepState
 
@@ -106,6 +106,18 @@ def test_what_cannot_be_is_refused_and_named(changes: dict[str, object], said: s
 def test_a_space_that_is_too_small_is_refused() -> None:
     with pytest.raises(SpecError, match=r"budget.configurations = 4: the space holds 3 that differ"):
         draw(sweep(space={"adapter.rank": [2, 4, 8]}, budget={"configurations": 4}), [], [])
+
+
+def test_who_has_over_fitted_counts_as_finished_for_the_sampler() -> None:
+    """Good rates over-fit: the sampler must not learn to keep away from them."""
+    one, other = (Candidate(number=n, name=f"c{n}", values={}, num_siblings=2, total=9, eval_every=1) for n in (0, 1))
+    one.best_loss, other.best_loss = 0.5, 0.9
+    one.end(Exit("overfitting", "over-fitted"))
+    other.end(Exit("divergence", "diverged"))
+    state = SweepState(spec={}, candidates=[one, other])
+    assert [result.finished for result in state.results] == [True, False]
+    one.revive()
+    assert not state.results[0].finished
 
 
 def test_a_file_is_named_after_itself(tmp_path: Path) -> None:
