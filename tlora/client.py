@@ -36,7 +36,8 @@ _POLL_S = 0.5
 class Client:
     """A connection to the scheduler of one cluster. Raises ClusterError if there is none, or one of another version."""
 
-    def __init__(self, where: str | None = None):
+    def __init__(self, where: str | None = None, *, any_version: bool = False):
+        """`any_version`: to end what another version began."""
         authenticate()
 
         from tlora.actors.scheduler import connect
@@ -46,8 +47,7 @@ class Client:
             self._scheduler = connect()
         except ValueError:
             raise GoneError("this cluster has no tLoRA scheduler. Run `tlora up`.") from None
-        theirs = self._call("version")
-        if theirs != tlora.__version__:
+        if not any_version and (theirs := self._call("version")) != tlora.__version__:
             raise ClusterError(
                 f"the cluster runs tLoRA {theirs}, this is {tlora.__version__}. Install the same version on both."
             )

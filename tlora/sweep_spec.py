@@ -257,6 +257,10 @@ def parse_sweep(values: Mapping[str, Any], where: str = "sweep") -> SweepSpec:
 
 def _faults(spec: SweepSpec) -> Iterator[str]:
     known = set(fields(JobSpec))
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    if flat := [key for key in sections & spec.job.keys() if not isinstance(spec.job[key], Mapping | None)]:
+        yield from (f"job.{key} = {spec.job[key]!r}: want its fields, as in a job's file." for key in sorted(flat))
+        return
     instead = {"eval_every": " or set early_exit.evaluations", "objective": " or set the sweep's own"}
     for key in ("name", "output", "eval_every", "objective"):
         if key in spec.job:
@@ -274,6 +278,8 @@ def _faults(spec: SweepSpec) -> Iterator[str]:
             yield f"space.{key}: a grid needs a list of values. Give one, or set sampler.name to random."
         if domain.of is not None and (domain.of not in spec.space or spec.space[domain.of].of is not None):
             yield f"space.{key}.of = {domain.of}: want another field of the space, with values of its own."
+        elif domain.of and not all(isinstance(value, int | float) for value in spec.space[domain.of].listed or ()):
+            yield f"space.{key}.of = {domain.of}: got {spec.space[domain.of].listed}; want numbers, to be multiplied."
     if spec.sampler.name == "grid" and spec.budget.configurations is not None:
         yield "budget.configurations: a grid is trained whole. Remove it, or set sampler.name to random."
     if spec.early_exit.halving and spec.early_exit.halving.warmup * spec.early_exit.evaluations < 1:

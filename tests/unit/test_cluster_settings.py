@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from tlora import cli_cluster, client, local_cluster
+from tlora.client import Client
 from tlora.cluster import ClusterSpec, load_cluster
 from tlora.errors import ClusterError, GoneError, SpecError
 from tlora.plan import Plan
@@ -188,11 +189,22 @@ def test_the_local_ray_ends_only_once_all_is_saved(
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(client, "Client", lambda: fail() if isinstance(error, ClusterError) else Busy())
+    monkeypatch.setattr(client, "Client", lambda **_: fail() if isinstance(error, ClusterError) else Busy())
     Busy = type("Busy", (), {"down": lambda self: fail()})
     with suppress(BaseException):
         cli_cluster.down()
     assert bool(stopped) is stops
+
+
+def test_what_another_version_began_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an upgrade, that is; nothing else is asked of it."""
+    monkeypatch.setattr(client, "authenticate", lambda: None)
+    monkeypatch.setattr(client, "_join", lambda where: None)
+    monkeypatch.setattr("tlora.actors.scheduler.connect", lambda: None)
+    monkeypatch.setattr(Client, "_call", lambda self, method: "0.0.0")
+    with pytest.raises(ClusterError, match=r"the cluster runs tLoRA 0\.0\.0"):
+        Client()
+    Client(any_version=True)
 
 
 def test_a_ray_whose_command_was_killed_at_once_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

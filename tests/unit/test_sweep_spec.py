@@ -90,6 +90,13 @@ def test_a_candidate_is_a_job_of_its_own() -> None:
         ({"early_exit": {"halving": {"eta": 1}}}, "early_exit.halving.eta = 1: want at least 2"),
         ({"early_exit": {"evaluations": 8}}, "early_exit.halving.warmup: ends before the first evaluation"),
         ({"job": {**JOB, "data": {"path": "rows"}}}, "job: data names no evaluation rows"),
+        ({"job": {**JOB, "optim": "adamw"}}, "job.optim = 'adamw': want its fields"),
+        ({"job": {**JOB, "tracking": "online"}}, "job.tracking = 'online': want its fields"),
+        ({"job": {**JOB, "data": "rows.jsonl"}, "space": {"seed": [1, 2]}}, "job.data = 'rows.jsonl': want its fields"),
+        (
+            {"space": {"schedule.name": ["cosine"], "optim.lr": {"times": [2], "of": "schedule.name"}}},
+            r"space.optim.lr.of = schedule.name: got \['cosine'\]; want numbers",
+        ),
         ({"job": {**JOB, "epoch": 3}}, "s.yaml: job: unknown key 'epoch'. Did you mean 'epochs'?"),
         ({"job": {**JOB, "name": "x"}}, "job.name: is the sweep's to set"),
         (
