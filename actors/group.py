@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 
@@ -37,18 +36,10 @@ def start(spec: ClusterSpec, options: WorkerOptions, size: int) -> None:
         group=options.group,
         size=size,
         resources=resources,
-        storage=below(spec.storage, "_tlora/ray_train"),
+        storage=str(spec.output_root / "_tlora" / "ray_train"),
         environment=environment,
         in_place=spec.resize == "in_place",
     )
-
-
-def below(storage: str, part: str) -> str:
-    """A folder within the storage; what an address asks for besides stays behind its path."""
-    if "://" not in storage:
-        return f"{storage}/{part}"
-    address = urlsplit(storage)
-    return address._replace(path=f"{address.path.rstrip('/')}/{part}").geturl()
 
 
 def resize(told: Mapping[str, tuple[int, list[tuple[str, int]]]]) -> list[str]:
