@@ -26,7 +26,8 @@ def read_rows(path: str, name: str | None, split: str, where: str) -> "Dataset":
     """All rows of one split. Whatever exists here or ends like a data file is local; the rest is a hub dataset's name.
 
     `split` may be sliced (`train[:90%]`). Every row of a single file belongs to the split `train`; the files of a
-    folder belong to the splits that they or their folders are named after. Raises DataError.
+    folder belong to the splits that they or their folders are named after, all to `train` where none is named so, or
+    to those that the folder's own dataset card gives them. Raises DataError.
     """
     local = Path(expanduser(path))
     try:
@@ -35,7 +36,7 @@ def read_rows(path: str, name: str | None, split: str, where: str) -> "Dataset":
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise DataError(f"{where}: data.path = {path[:60]!r}: cannot be read: {error.strerror}.") from None
     if local.is_dir():
-        files = sorted(file for file in local.rglob("*") if file.suffix.lower() in KINDS)
+        files = [file for file in _resolve("**", local) if file.suffix.lower() in KINDS]
     elif local.exists() or local.suffix.lower() in KINDS:
         files = [local]
     else:
@@ -57,12 +58,16 @@ def _read_local(local: Path, files: list[Path], kind: str, split: str, where: st
     with _quiet(), tempfile.TemporaryDirectory(prefix="tlora-rows-") as cache:
         try:
             options = {**_parser_options(kind, files), "split": split, "cache_dir": cache, "keep_in_memory": True}
-            if local.is_dir():
+            if _has_card(local):
                 rows = load_dataset(str(local), **options)
             else:
                 read = {"json": Dataset.from_json, "csv": Dataset.from_csv, "parquet": Dataset.from_parquet}[kind]
-                rows = read({"train": glob.escape(str(local))}, **options)
+                splits = _splits(local, files, where) if local.is_dir() else {"train": files}
+                paths = {name: [glob.escape(str(file)) for file in members] for name, members in splits.items()}
+                rows = read(paths, **options)
             rows.data.validate(full=True)  # text that is no UTF-8 is read, and would fail when it is used
+        except DataError:
+            raise
         except Exception as error:  # each of its back ends raises what it likes
             if "corresponds to no data" in str(error):
                 raise DataError(f"{where}: {local}: split '{split}' has no rows; want at least one.") from error
@@ -70,6 +75,46 @@ def _read_local(local: Path, files: list[Path], kind: str, split: str, where: st
             fault = fault or f"{local}: cannot be read as rows of one table: {_one_line(error.__cause__ or error)}"
             raise DataError(f"{where}: {fault}. Mend the file.") from error
     return rows
+
+
+def _resolve(pattern: str, folder: Path) -> list[Path]:
+    """Files of a folder as the library finds them: none that are hidden, none that describe the others."""
+    from datasets.data_files import resolve_pattern
+
+    try:
+        return sorted(map(Path, resolve_pattern(pattern, glob.escape(str(folder.absolute())))))
+    except FileNotFoundError:
+        return []
+
+
+def _has_card(folder: Path) -> bool:
+    """Whether a README.md says, as on the hub, which files make which split."""
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return False
+    configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
+    return any("data_files" in config for config in configs.values())
+
+
+def _splits(folder: Path, files: list[Path], where: str) -> dict[str, list[Path]]:
+    """The files of each split. Those of other kinds, such as a licence, are no data; a file of no split is refused."""
+    from datasets.data_files import get_data_patterns
+
+    splits: dict[str, list[Path]] = {}
+    for split, patterns in get_data_patterns(glob.escape(str(folder.absolute()))).items():
+        found = {file for pattern in patterns for file in _resolve(pattern, folder)}
+        if members := [file for file in files if file in found]:
+            splits[str(split)] = members
+    loose = [file for file in files if not any(file in members for members in splits.values())]
+    if loose:
+        raise DataError(
+            f"{where}: {folder}: {len(loose)} of {len(files)} files belong to no split (first: {loose[0].name}), while "
+            f"other names have one in them; want all or none. Rename it, as train-{loose[0].name}, or move it away."
+        )
+    return splits
 
 
 def _parser_options(kind: str, files: list[Path]) -> dict[str, Any]:

@@ -70,6 +70,33 @@ def test_folder_has_the_splits_that_its_files_are_named_after(tmp_path: Path, ki
     assert [row["text"] for row in read(tmp_path, split="test")] == ["unseen"]
 
 
+def test_other_files_of_a_folder_are_no_data(tmp_path: Path) -> None:
+    folder = tmp_path / "odd [name]"
+    (folder / ".hidden").mkdir(parents=True)
+    for name in ("LICENSE.txt", "NOTES.txt", "dataset_infos.json"):
+        (folder / name).write_text("{}")
+    write(folder / ".hidden" / "old.jsonl", numbered(9))
+    write(folder / "chats.jsonl", numbered(2))
+    write(folder / "more.JSONL", numbered(1))
+    assert read(folder) == numbered(2) + numbered(1)
+
+
+def test_file_of_a_folder_that_is_in_no_split_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", numbered(2))
+    write(tmp_path / "more.jsonl", numbered(3))
+    assert "1 of 2 files belong to no split (first: more.jsonl)" in refusal(tmp_path)
+    (tmp_path / "more.jsonl").rename(tmp_path / "train-more.jsonl")
+    assert len(read(tmp_path)) == 5
+
+
+def test_dataset_card_says_which_files_make_a_split(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", numbered(2))
+    write(tmp_path / "b.jsonl", numbered(3))
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: b.jsonl}\n---\nRows.\n"
+    (tmp_path / "README.md").write_text(card)
+    assert read(tmp_path) == numbered(3)
+
+
 def test_types_that_differ_are_read_wherever_they_change(tmp_path: Path) -> None:
     """`datasets` infers types from 10 MB."""
     rows: list[dict[str, Any]] = [
