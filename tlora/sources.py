@@ -177,7 +177,7 @@ def _broken_line(file: Path) -> str | None:
         except UnicodeDecodeError as error:
             return f"{file}: line {number} is no UTF-8 ({error.reason})"
         if not is_array and not isinstance(row, dict):
-            return f"{file}: line {number}: got {piece[:40].decode()}; want a JSON object"
+            return f"{file}: line {number}: got {piece[:40].decode(errors='replace')}; want a JSON object"
     return None
 
 

@@ -187,6 +187,7 @@ def test_a_hub_dataset_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         ("d.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "d.jsonl: line 2 is no UTF-8"),
         ("d.jsonl", b'{"text": "a"}\n[1, 2]\n"b"\n', "d.jsonl: line 2: got [1, 2]; want a JSON object"),
+        ("d.jsonl", b'{"a": 1}\n"' + b"x" * 38 + 'é"\n'.encode(), 'line 2: got "xxxx'),
         ("d.json", b'[\n {"text": "a"},\n {"text": "b"\n]\n', "d.json: line 4 is no JSON"),
         ("d.json", b'[{"text": "a"}, 5]', "d.json: cannot be read as rows of one table"),
         ("d.csv", b"text,x\na,b,c\n", "rows have more fields than the header"),
