@@ -119,7 +119,8 @@ def _splits(folder: Path, files: list[Path], where: str) -> dict[str, list[Path]
 
 def _parser_options(kind: str, files: list[Path]) -> dict[str, Any]:
     if kind == "json":  # types are inferred from the first chunk alone, so let it be a whole file
-        return {"chunksize": min(max(file.stat().st_size for file in files), _MAX_CHUNK_BYTES)}
+        largest = max(file.stat().st_size for file in files)
+        return {"chunksize": min(largest, _MAX_CHUNK_BYTES), "parse_agent_traces": False}
     if kind == "parquet":
         return {}
     from datasets import Features, Value

@@ -97,6 +97,12 @@ def test_dataset_card_says_which_files_make_a_split(tmp_path: Path) -> None:
     assert read(tmp_path) == numbered(3)
 
 
+def test_rows_that_look_like_agent_traces_are_rows(tmp_path: Path) -> None:
+    said = {"id": "1", "source": "web", "model": "m", "system_prompt": "s"}
+    rows = [{**said, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    assert read(write(tmp_path / "d.jsonl", rows)) == rows
+
+
 def test_types_that_differ_are_read_wherever_they_change(tmp_path: Path) -> None:
     """`datasets` infers types from 10 MB."""
     rows: list[dict[str, Any]] = [
