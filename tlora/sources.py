@@ -6,9 +6,12 @@ Called by `tlora.data`, which says what a row must hold. Local files touch neith
 import errno
 import glob
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial, reduce
+from itertools import chain
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _MAX_CHUNK_BYTES = 1 << 30
+_DATE = re.compile(rb'"\d{4}-\d\d-\d\d')
 
 
 def read_rows(path: str, name: str | None, split: str, where: str) -> "Dataset":
@@ -64,6 +68,8 @@ def _read_local(local: Path, files: list[Path], kind: str, split: str, where: st
                 read = {"json": Dataset.from_json, "csv": Dataset.from_csv, "parquet": Dataset.from_parquet}[kind]
                 splits = _splits(local, files, where) if local.is_dir() else {"train": files}
                 paths = {name: [glob.escape(str(file)) for file in members] for name, members in splits.items()}
+                if kind == "json":
+                    options |= _text_features(list(chain(*splits.values())), options)
                 rows = read(paths, **options)
             rows.data.validate(full=True)  # text that is no UTF-8 is read, and would fail when it is used
         except DataError:
@@ -131,6 +137,33 @@ def _parser_options(kind: str, files: list[Path]) -> dict[str, Any]:
         raise ValueError("rows have more fields than the header; text with commas wants quotes")
     text = Features({str(column): Value("string") for column in start.columns})
     return {"features": text, "keep_default_na": False}  # "007" and "NA" stay as they are
+
+
+def _text_features(files: list[Path], options: dict[str, Any]) -> dict[str, Any]:
+    """The types to read JSON with, if some file has nothing but dates in a place: Arrow takes these for times."""
+    from datasets import Dataset, Features
+
+    files = [file for file in files if file.stat().st_size]
+    dated = [file for file in files if _DATE.search(file.read_bytes())]
+    if not dated:
+        return {}
+    read = partial(Dataset.from_json, **options | {"split": "train"})
+    found = [read({"train": [glob.escape(str(file))]}).features for file in (files[0], *dated)]
+    text = reduce(_as_text, found, dict(found[0]))
+    return {} if text == found[0] else {"features": Features(text)}
+
+
+def _as_text(kept: Any, found: Any) -> Any:
+    """The type `kept`, with JSON's own values wherever `found`, that of the same place in some file, is a time."""
+    from datasets import Json, List, Value
+
+    if isinstance(found, Value) and found.dtype.startswith("timestamp"):
+        return Json()
+    if isinstance(kept, dict) and isinstance(found, dict):
+        return {key: _as_text(inner, found.get(key)) for key, inner in kept.items()}
+    if isinstance(kept, List) and isinstance(found, List):
+        return List(_as_text(kept.feature, found.feature))
+    return kept
 
 
 def _read_hub(path: str, name: str | None, split: str, where: str) -> "Dataset":

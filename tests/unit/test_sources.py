@@ -103,6 +103,26 @@ def test_rows_that_look_like_agent_traces_are_rows(tmp_path: Path) -> None:
     assert read(write(tmp_path / "d.jsonl", rows)) == rows
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_texts_that_are_dates_stay_as_they_are(tmp_path: Path, suffix: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1945-07-12", "turns": [{"role": "user", "content": "1945-07-12T10:00:00Z"}], "n": 1},
+        {"prompt": None, "turns": [{"role": "user", "content": "1945-07-12 10:00"}], "n": 2},
+    ]
+    path = tmp_path / f"d{suffix}"
+    path.write_text(json.dumps(rows)) if suffix == ".json" else write(path, rows)
+    assert read(path) == rows
+    assert read(path, split="train[1:]") == rows[1:]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_texts_of_which_one_file_has_dates_only_stay_as_they_are(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name, text in zip(names, ("1945-07-12", "hello"), strict=True):
+        write(tmp_path / f"{name}.jsonl", [{"text": text}])
+    (tmp_path / "0.jsonl").write_text("")
+    assert sorted(row["text"] for row in read(tmp_path)) == ["1945-07-12", "hello"]
+
+
 def test_types_that_differ_are_read_wherever_they_change(tmp_path: Path) -> None:
     """`datasets` infers types from 10 MB."""
     rows: list[dict[str, Any]] = [
