@@ -193,7 +193,9 @@ def _read_call(call: object) -> dict[str, Any]:
 
 
 def _says_something(message: Message) -> bool:
-    return bool(message.get("content", "").strip() or message.keys() - {"role", "content", "weight", "name"})
+    if message.get("content", "").strip():
+        return True
+    return any(value for key, value in message.items() if key not in ("role", "content", "weight", "name"))
 
 
 def _without_nulls(value: Any) -> Any:

@@ -27,7 +27,7 @@ REQUIRED: dict[str, list[tuple[str, ...]]] = {
     "tokens": [("input_ids",)],
 }
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask", "target_mask")
-OPTIONAL = {"tools", "input", "context", "labels", "attention_mask", *_MASKS}
+OPTIONAL = {"system", "tools", "input", "context", "labels", "attention_mask", *_MASKS}
 
 _ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
 _ALPACA_INPUT = ", paired with an input that provides further context"
@@ -107,19 +107,23 @@ class RowReader:
                 f"{self._where}: tokenizer {type(self._tokenizer).__name__} does not tell which characters a token "
                 "covers, so turns cannot be found in it; want a fast tokenizer. Save the model with a tokenizer.json."
             )
+        if system := _optional_text(row, "system"):
+            if messages[0]["role"] not in ("system", "developer"):
+                messages, first = [{"role": "system", "content": system}, *messages], first + 1
+            elif messages[0].get("content", "").strip() != system.strip():
+                raise RowError("malformed: the system column differs from the conversation's own")
         trained = trained_turns(messages, self._train_on, first)
         return render_chat(self._tokenizer, messages, trained, _tools(row.get("tools")))
 
     def _alpaca(self, row: Row) -> Chat | Plain:
         instruction, output = (_text(row, column) for column in self._columns)
-        given = row.get("input") or row.get("context") or ""
-        if not isinstance(given, str):
-            raise RowError(f"malformed: input is {type(given).__name__}, not text")
+        given = _optional_text(row, "input") or _optional_text(row, "context")
         if self._has_template:
             asked = f"{instruction}\n\n{given}" if given else instruction
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
             return self._chat(turns, row)
-        prompt = f"{_ALPACA.format(_ALPACA_INPUT if given else '')}\n\n### Instruction:\n{instruction}\n\n"
+        lead = _optional_text(row, "system") or _ALPACA.format(_ALPACA_INPUT if given else "")
+        prompt = f"{lead}\n\n### Instruction:\n{instruction}\n\n"
         return Plain(prompt + (f"### Input:\n{given}\n\n" if given else "") + "### Response:\n", output)
 
     def _completion(self, row: Row) -> Chat | Plain:
@@ -137,6 +141,14 @@ def _text(row: Row, column: str, may_be_blank: bool = False) -> str:
     if not may_be_blank and not value.strip():
         raise RowError(f"empty: {column} is blank")
     return value
+
+
+def _optional_text(row: Row, column: str) -> str:
+    """The column's text, or nothing where there is none or it is blank."""
+    value = row.get(column) or ""
+    if not isinstance(value, str):
+        raise RowError(f"malformed: {column} is {type(value).__name__}, not text")
+    return value if value.strip() else ""
 
 
 def _tools(tools: Any) -> list[Any] | None:

@@ -268,5 +268,6 @@ def test_which_turns_are_trained() -> None:
     assert trained_turns([user("q")], "assistant") == []
     assert trained_turns([user("q"), assistant(" "), assistant("a")], "assistant") == [1, 2]
     assert trained_turns([user("q"), assistant("", tool_calls=[{}])], "assistant") == [1]
-    with pytest.raises(RowError, match="empty: every assistant turn is blank"):
-        trained_turns([user("q"), assistant(" \n")], "assistant")
+    for blank in (assistant(" \n"), assistant("", tool_calls=[]), assistant("", reasoning="", name="n")):
+        with pytest.raises(RowError, match="empty: every assistant turn is blank"):
+            trained_turns([user("q"), blank], "assistant")

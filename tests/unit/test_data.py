@@ -96,6 +96,12 @@ def numbered(count: int) -> list[dict[str, str]]:
             "<|im_start|>user\ndo<|im_end|>\n<|im_start|>assistant\ndone<|im_end|>\n",
             "done<|im_end|>",
         ),
+        (
+            chat() | {"system": "s"},
+            "messages",
+            "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n",
+            "a<|im_end|>",
+        ),
         ({"prompt": "q ", "completion": "a"}, "prompt_completion", "q a<|im_end|>", "a<|im_end|>"),
         ({"question": "q ", "answer": "a<|im_end|>"}, "prompt_completion", "q a<|im_end|>", "a<|im_end|>"),
         (

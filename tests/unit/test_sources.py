@@ -70,6 +70,59 @@ def test_folder_has_the_splits_that_its_files_are_named_after(tmp_path: Path, ki
     assert [row["text"] for row in read(tmp_path, split="test")] == ["unseen"]
 
 
+def test_other_files_of_a_folder_are_no_data(tmp_path: Path) -> None:
+    folder = tmp_path / "odd [name]"
+    (folder / ".hidden").mkdir(parents=True)
+    for name in ("LICENSE.txt", "NOTES.txt", "dataset_infos.json"):
+        (folder / name).write_text("{}")
+    write(folder / ".hidden" / "old.jsonl", numbered(9))
+    write(folder / "chats.jsonl", numbered(2))
+    write(folder / "more.JSONL", numbered(1))
+    assert read(folder) == numbered(2) + numbered(1)
+
+
+def test_file_of_a_folder_that_is_in_no_split_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", numbered(2))
+    write(tmp_path / "more.jsonl", numbered(3))
+    assert "1 of 2 files belong to no split (first: more.jsonl)" in refusal(tmp_path)
+    (tmp_path / "more.jsonl").rename(tmp_path / "train-more.jsonl")
+    assert len(read(tmp_path)) == 5
+
+
+def test_dataset_card_says_which_files_make_a_split(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", numbered(2))
+    write(tmp_path / "b.jsonl", numbered(3))
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: b.jsonl}\n---\nRows.\n"
+    (tmp_path / "README.md").write_text(card)
+    assert read(tmp_path) == numbered(3)
+
+
+def test_rows_that_look_like_agent_traces_are_rows(tmp_path: Path) -> None:
+    said = {"id": "1", "source": "web", "model": "m", "system_prompt": "s"}
+    rows = [{**said, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    assert read(write(tmp_path / "d.jsonl", rows)) == rows
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_texts_that_are_dates_stay_as_they_are(tmp_path: Path, suffix: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1945-07-12", "turns": [{"role": "user", "content": "1945-07-12T10:00:00Z"}], "n": 1},
+        {"prompt": None, "turns": [{"role": "user", "content": "1945-07-12 10:00"}], "n": 2},
+    ]
+    path = tmp_path / f"d{suffix}"
+    path.write_text(json.dumps(rows)) if suffix == ".json" else write(path, rows)
+    assert read(path) == rows
+    assert read(path, split="train[1:]") == rows[1:]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_texts_of_which_one_file_has_dates_only_stay_as_they_are(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name, text in zip(names, ("1945-07-12", "hello"), strict=True):
+        write(tmp_path / f"{name}.jsonl", [{"text": text}])
+    (tmp_path / "0.jsonl").write_text("")
+    assert sorted(row["text"] for row in read(tmp_path)) == ["1945-07-12", "hello"]
+
+
 def test_types_that_differ_are_read_wherever_they_change(tmp_path: Path) -> None:
     """`datasets` infers types from 10 MB."""
     rows: list[dict[str, Any]] = [
@@ -160,6 +213,7 @@ def test_a_hub_dataset_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         ("d.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "d.jsonl: line 2 is no UTF-8"),
         ("d.jsonl", b'{"text": "a"}\n[1, 2]\n"b"\n', "d.jsonl: line 2: got [1, 2]; want a JSON object"),
+        ("d.jsonl", b'{"a": 1}\n"' + b"x" * 38 + 'é"\n'.encode(), 'line 2: got "xxxx'),
         ("d.json", b'[\n {"text": "a"},\n {"text": "b"\n]\n', "d.json: line 4 is no JSON"),
         ("d.json", b'[{"text": "a"}, 5]', "d.json: cannot be read as rows of one table"),
         ("d.csv", b"text,x\na,b,c\n", "rows have more fields than the header"),
