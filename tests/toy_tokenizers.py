@@ -39,6 +39,17 @@ def byte_tokenizer(
     return tokenizer
 
 
+def spaced_tokenizer(scheme: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    """One token a character, spaces as "▁", of which text begins with one more, as SentencePiece's does."""
+    tokens = [*map(chr, range(32, 127)), "\n", "▁", *("".join(pair) for pair in merges)]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    backend.add_special_tokens(["</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
 CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n"
     "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -5,6 +5,7 @@ Called by `tlora.local` and `tlora preview`. Rows come from `tlora.sources`, the
 """
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -255,6 +256,8 @@ class _Encoder:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", trains_all: bool, where: str):
         self._tokenizer, self._trains_all, self._where = tokenizer, trains_all, where
+        # SentencePiece's way: a space before all text, which a completion would get within its row.
+        self._adds_space = tokenizer.is_fast and "".join(tokenizer.tokenize("a")).startswith(("▁", "Ġ"))
         habit = tokenizer("")["input_ids"][:1]
         self._bos = habit if habit == [tokenizer.bos_token_id] else []
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
@@ -263,16 +266,27 @@ class _Encoder:
     def encode(self, drafts: Sequence[Said]) -> Iterator[TokenSequence]:
         texts = [draft.text for draft in drafts if isinstance(draft, Chat)]
         chats = zip(*self._tokens(texts, "input_ids", "offset_mapping"), strict=True)
-        pairs = [text for draft in drafts if isinstance(draft, Plain) for text in (draft.prompt, draft.completion)]
-        pieces = iter(self._tokens(pairs, "input_ids")[0])
+        pairs = self._pairs([draft for draft in drafts if isinstance(draft, Plain)])
         for draft in drafts:
             match draft:
                 case Chat():
                     yield self._chat(draft, *next(chats))
                 case Plain():
-                    yield self._plain(next(pieces), next(pieces))
+                    yield self._plain(*next(pairs))
                 case Tokens():
                     yield self._sequence(draft.ids, draft.is_target)
+
+    def _pairs(self, drafts: Sequence[Plain]) -> Iterator[tuple[list[int], list[int]]]:
+        """Ids of each prompt and of its completion, to which a token that covers both belongs."""
+        if not self._adds_space:
+            texts = [text for draft in drafts for text in (draft.prompt, draft.completion)]
+            pieces = iter(self._tokens(texts, "input_ids")[0])
+            yield from zip(pieces, pieces, strict=True)
+            return
+        joined = self._tokens([draft.prompt + draft.completion for draft in drafts], "input_ids", "offset_mapping")
+        for draft, ids, offsets in zip(drafts, *joined, strict=True):
+            first = bisect_right([end for _, end in offsets], len(draft.prompt))
+            yield ids[:first], ids[first:]
 
     def _tokens(self, texts: list[str], *wanted: str) -> list[list[Any]]:
         """What is `wanted` of each text, tokenised as it stands."""

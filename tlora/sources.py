@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import chain
-from os.path import expanduser
+from os.path import expanduser, relpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,9 +116,12 @@ def _splits(folder: Path, files: list[Path], where: str) -> dict[str, list[Path]
             splits[str(split)] = members
     loose = [file for file in files if not any(file in members for members in splits.values())]
     if loose:
+        split, members = next(iter(splits.items()), ("train", []))
+        pattern = f", as {relpath(members[0], folder)} is for {split}" if members else ""
         raise DataError(
-            f"{where}: {folder}: {len(loose)} of {len(files)} files belong to no split (first: {loose[0].name}), while "
-            f"other names have one in them; want all or none. Rename it, as train-{loose[0].name}, or move it away."
+            f"{where}: {folder}: {len(loose)} of {len(files)} files belong to no split (first: "
+            f"{relpath(loose[0], folder)}), while other names have one in them; want all or none. "
+            f"Name it or its folder after a split{pattern}, or move it away."
         )
     return splits
 

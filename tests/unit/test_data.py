@@ -8,7 +8,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
-from toy_tokenizers import CHATML, byte_tokenizer
+from toy_tokenizers import CHATML, byte_tokenizer, spaced_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tlora.data import JobData, TokenSequence, load_data, load_tokenizer
@@ -184,6 +184,16 @@ def test_bos_and_eos_come_once(tmp_path: Path, text: str) -> None:
     assert TEXT.decode(first.ids) == "<s>ab</s>"
     assert list(second.ids).count(TEXT.bos_token_id) == 1
     assert list(second.ids).count(TEXT.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_completion_follows_without_a_space_that_the_row_does_not_have(tmp_path: Path, scheme: str) -> None:
+    tokenizer = spaced_tokenizer(scheme, [("▁", "a")])
+    pairs = [("un", "happy"), ("q: ", "a"), ("q:\n", "a</s>"), ("", "b")]
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    data = load(write(tmp_path / "d.jsonl", rows), tokenizer)
+    assert texts(data.train, tokenizer) == ["unhappy</s>", "q: a</s>", "q:\na</s>", "b</s>"]
+    assert [sequence.num_targets for sequence in data.train] == [6, 2, 2, 2]
 
 
 def test_bos_of_a_template_is_the_only_one(tmp_path: Path) -> None:

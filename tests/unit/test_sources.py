@@ -84,7 +84,9 @@ def test_other_files_of_a_folder_are_no_data(tmp_path: Path) -> None:
 def test_file_of_a_folder_that_is_in_no_split_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", numbered(2))
     write(tmp_path / "more.jsonl", numbered(3))
-    assert "1 of 2 files belong to no split (first: more.jsonl)" in refusal(tmp_path)
+    text = refusal(tmp_path)
+    assert "1 of 2 files belong to no split (first: more.jsonl), while other names have one in them" in text
+    assert "Name it or its folder after a split, as train.jsonl is for train, or move it away." in text
     (tmp_path / "more.jsonl").rename(tmp_path / "train-more.jsonl")
     assert len(read(tmp_path)) == 5
 
