@@ -196,11 +196,11 @@ class Journal:
             self._store(_OWN_S)
         return entries
 
-    def flush(self, for_s: float = _FLUSH_S) -> bool:
-        """Store what is not stored, in order, for so long; whether nothing is left. Who waits for the journal gets it
+    def flush(self) -> bool:
+        """Store what is not stored, in order, for a second; whether nothing is left. Who waits for the journal gets it
         after each object. A storage that is away is logged, once, and not waited for again: one write is begun at a
         time, and the next call sees what became of it."""
-        if is_all := self._store(for_s):
+        if is_all := self._store(_FLUSH_S):
             self._sum_up()
         return is_all
 

@@ -10,7 +10,6 @@ the controller and its placement groups are from here then too, for Ray Train's 
 import copy
 import dataclasses
 import logging
-import math
 import os
 import socket
 import time
@@ -48,7 +47,6 @@ if not ray.__version__.startswith("2.60."):
     )
 
 log = logging.getLogger("tlora")
-_LOOK_S, _GATHER_S = 2.0, 30.0
 _ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     WORKER_GROUP_START_TIMEOUT_S_ENV_VAR: "600",
@@ -265,8 +263,6 @@ class _Told(ScalingPolicy):
         self.size, self.in_place, self.plan = size, in_place, plan
         self.pending: list[PlacementGroup] = []
         """Of units that are to come."""
-        self._gather_until_s = math.inf
-        """When a restart waits no longer for more of them."""
         self.starting: dict[Future[list[Worker]], _Start] = {}
         self.leaving: set[tuple[str, int]] = set()
         """Nodes and process ids of one worker or more of each unit that is to go."""
@@ -276,51 +272,32 @@ class _Told(ScalingPolicy):
         return int(self.size * self.plan.lanes)
 
     def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
-        """A start: of one unit, which the others join as there is room for them; with restarts, of as many as there is
-        room for now."""
+        """A start: of one unit, which the others join as there is room for them."""
         self._maybe_send_resource_request()
-        self._want(0)
-        self.leaving = set()
-        return ResizeDecision((1 if self.in_place else self._room()) * self.plan.ranks, self.resources)
-
-    def _want(self, count: int, near: str | None = None) -> None:
-        """Have room for so many units more asked for."""
-        for group in self.pending[count:]:
+        for group in self.pending:
             remove_placement_group(group)
-        self.pending = self.pending[:count]
-        self.pending += reserve(count - len(self.pending), self.resources, self.plan, near)
-
-    def _room(self) -> int:
-        """Units for which there is room; one at least, which is waited for then."""
-        self._want(self.size)
-        until_s = time.monotonic() + _LOOK_S
-        while (ready := sum(group.wait(0) for group in self.pending)) < self.size and time.monotonic() < until_s:
-            time.sleep(0.1)
-        self._want(0)
-        return max(1, ready)
-
-    def _restarted(self, units: int) -> ResizeDecision | NoopDecision:
-        """All are ended for another size, so not before there is room for it; what comes one by one is gathered."""
-        self._want(max(0, self.size - units))
-        ready, now_s = sum(group.wait(0) for group in self.pending), time.monotonic()
-        self._gather_until_s = min(self._gather_until_s, now_s + _GATHER_S) if ready else math.inf
-        if units <= self.size and (not ready or (ready < len(self.pending) and now_s < self._gather_until_s)):
-            return NoopDecision()
-        self._want(0)
-        return ResizeDecision(min(units + ready, self.size) * self.plan.ranks, self.resources)
+        self.pending, self.leaving = [], set()
+        return ResizeDecision((1 if self.in_place else self.size) * self.plan.ranks, self.resources)
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
         self._maybe_send_resource_request()
         if not self.in_place:
-            return self._restarted(worker_group_state.num_workers // self.plan.ranks)
+            wanted = self.size * self.plan.ranks
+            return (
+                NoopDecision() if worker_group_state.num_workers == wanted else ResizeDecision(wanted, self.resources)
+            )
         self._retire(worker_group_state.workers, worker_group_status)
         units: dict[int, list[tuple[str, int]]] = {}
         for worker in worker_group_state.workers:
             units.setdefault(_seat(worker), []).append(_key(worker))
         staying = [unit for unit in units.values() if self.leaving.isdisjoint(unit)]
         wanted = max(0, self.size - len(staying) - sum(len(start.groups) for start in self.starting.values()))
+        for group in self.pending[wanted:]:
+            remove_placement_group(group)
+        self.pending = self.pending[:wanted]
         nodes = Counter(unit[0][0] for unit in staying)
-        self._want(wanted, max(nodes, key=lambda node: (nodes[node], node), default=None))
+        near = max(nodes, key=lambda node: (nodes[node], node), default=None)
+        self.pending += reserve(wanted - len(self.pending), self.resources, self.plan, near)
         has_started = any(started.done() for started in self.starting)
         if self.leaving or has_started or self.late() or any(group.wait(0) for group in self.pending):
             return _InPlace(self.size, self.resources)

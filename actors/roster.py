@@ -175,7 +175,7 @@ class Roster:
 
     def explain(self, name: str, reason: str, now_s: float) -> None:
         """Why a job that is paused stays so."""
-        if (entry := self.entry(name)).state is State.PAUSED and entry.reason != BY_USER:
+        if self.entry(name).state is State.PAUSED:
             self._change([Change(name, reason=reason)], now_s)
 
     def _wish(self, names: Sequence[str], state: State, now_s: float, reason: str, *, keep: bool = True) -> None:
@@ -332,11 +332,10 @@ class Roster:
 
     def _orders(self, seen: Seen) -> Orders:
         mine = [self.jobs[name] for name in self.jobs_at(seen.report.worker)]
-        coming = [entry for entry in mine if not entry.wish and seen.is_to_take_in(entry)]
-        suspect = next((entry for entry in coming if entry.crashes >= _CRASHES - 1), None)
-        held = [entry for entry in coming if suspect and entry is not suspect]  # it comes by itself, then the others
-        mine = [entry for entry in mine if entry not in held]
         jobs = {entry.name: Order(entry.spec, entry.attempt, entry.halt) for entry in mine if not entry.wish}
+        suspects = [entry.name for entry in mine if entry.crashes >= _CRASHES - 1 and entry.state is State.ATTACHING]
+        for name in suspects[1:]:  # each once it is seen that the one before is not the cause
+            jobs.pop(name, None)
         drop = frozenset(entry.name for entry in mine if entry.wish == "dropped")
         shares = {name: self._shares[name] for name in jobs if name in self._shares}
         group, before = self.groups.get(seen.report.group), seen.orders
@@ -365,7 +364,7 @@ class Roster:
     def _lose(self, worker: str, reason: str, now_s: float, *, has_died: bool = True) -> None:
         seen = self.workers.get(worker)
         group = seen.report.group if seen else ""
-        told = seen.coming(self.jobs) if seen and has_died else ()
+        told = seen.orders.jobs if seen and seen.orders and seen.report.base_loads and has_died else {}
         changes = [self._lost(self.jobs[name], reason, is_suspect=name in told) for name in self.jobs_at(worker)]
         log.warning("group=%s worker=%s is lost with %d job(s): %s", group or "-", worker[:8], len(changes), reason)
         self._change(changes, now_s)

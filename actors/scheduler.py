@@ -39,7 +39,7 @@ log = logging.getLogger("tlora")
 _PLAN_S = 0.2
 _PUBLISH_S = 2.0
 _FORETELL_S = 1.0
-_FLUSH_S, _LAST_FLUSH_S = 5.0, 60.0
+_FLUSH_S = 5.0
 _AGAIN_S = 10.0
 _ASK_S = 5.0
 _CLOSE_S = 600.0
@@ -221,7 +221,6 @@ class Scheduler:
                 time.sleep(_PLAN_S)
             for name in group.names():
                 group.end(name)
-            self._roster.journal.flush(_LAST_FLUSH_S)
             with self._lock:
                 self._roster.journal.close()
         finally:
@@ -383,8 +382,6 @@ class Scheduler:
 
         def run() -> None:
             try:
-                if not self._mark.exists():  # else Ray Train makes that folder beneath their mount
-                    raise FileNotFoundError(f"there is no {self._mark}: is the folder of outputs away?")
                 group.start(self._spec, options, size)
                 self._roster.troubles.pop(base, None)
             except Exception as error:  # whatever Ray Train raises: it is tried again

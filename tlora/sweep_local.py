@@ -225,8 +225,8 @@ class LocalPlaces:
             self._made = Trainer(supermodel, replace(options.trainer, writes_beside=True))
             self._asked_s = time.monotonic()
         budget = options.trainer.budget_on(self._made.supermodel.device, longest)
-        if self._most_rows < budget:  # more does not fit; but a sequence is not cut
-            budget = int(max(self._most_rows, min(longest, budget)))
+        if self._most_rows < budget:  # more does not fit
+            budget = int(self._most_rows) if options.trainer.token_budget else int(max(self._most_rows, longest))
         self._made.token_budget = max(self._made.token_budget, budget)
         return self._made
 

@@ -283,7 +283,7 @@ def _faults(spec: SweepSpec) -> Iterator[str]:
     if spec.sampler.name == "grid" and spec.budget.configurations is not None:
         yield "budget.configurations: a grid is trained whole. Remove it, or set sampler.name to random."
     if spec.early_exit.halving and spec.early_exit.halving.warmup * spec.early_exit.evaluations < 1:
-        yield "early_exit.halving.warmup: ends before the first evaluation; want more, or more early_exit.evaluations."
+        yield "early_exit.halving.warmup: ends before the first evaluation. Raise it, or early_exit.evaluations."
 
 
 def _why_owned(key: str) -> str:

@@ -79,7 +79,7 @@ class Candidate:
 
     def revive(self) -> None:
         """Reverse its exit, or its failure."""
-        self.status, self.reason, self.is_exempt = Status.QUEUED, "", True
+        self.status, self.reason, self.is_exempt, self.has_best = Status.QUEUED, "", True, True
         self.exited_at, self.ended_by = None, ""
 
     @property
@@ -206,7 +206,6 @@ class SweepState:
         one.samples, one.num_evaluations = samples, len(curve.evaluated)
         if curve.best is not None:
             (one.best_samples, one.best_loss), one.best_tie = curve.best, curve.best_tie
-            one.has_best = one.has_best or one.status is not Status.FAILED
         while one.is_ranked and len(one.readings) < len(self.rungs):
             reading = curve.read(self.rungs[len(one.readings)])
             if reading is None:

@@ -202,17 +202,6 @@ def test_a_group_may_be_started_anew_to_change_its_size(client: Client, tmp_path
     assert toy.equals_alone(second)
 
 
-@pytest.mark.parametrize("client", [{"resize": "restart", "jobs_per_worker": 1, "cpus_per_worker": 5.0}], indirect=True)
-def test_a_group_is_not_started_anew_without_room_for_more(client: Client, tmp_path: Path) -> None:
-    """Two workers would take ten CPUs of eight."""
-    first, second = (toy.named_job(tmp_path, name, steps=60) for name in ("first", "second"))
-    client.submit([first])
-    toy.until(lambda: step(client, "first") > 0)
-    client.submit([second])
-    rows = client.wait(["first", "second"])
-    assert [(row["state"], row["attempt"]) for row in rows] == [("finished", 1)] * 2
-
-
 @pytest.mark.parametrize("client", [{"plan": {"shards": 2}, "max_workers": 4, "idle_s": 60.0}], indirect=True)
 def test_a_worker_killed_mid_tick_takes_its_unit_along_and_no_other(client: Client, tmp_path: Path) -> None:
     """Two units of two workers; on the second lies a job that is split over both of its lanes."""

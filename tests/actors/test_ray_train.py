@@ -38,7 +38,7 @@ class Desk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, size: int, in_place: bool = True, plan: Plan = ALONE):
         self.removed: list[FakeGroup] = []
         monkeypatch.setattr(
-            ray_train, "reserve", lambda count, resources, plan, near=None: [FakeGroup(near) for _ in range(count)]
+            ray_train, "reserve", lambda count, resources, plan, near: [FakeGroup(near) for _ in range(count)]
         )
         monkeypatch.setattr(ray_train, "remove_placement_group", self.removed.append)
         monkeypatch.setattr(_Told, "_maybe_send_resource_request", lambda policy: None)
@@ -295,39 +295,15 @@ def test_ray_train_needs_no_storage_but_the_outputs(monkeypatch: pytest.MonkeyPa
     assert told["storage"] == str(tmp_path / "_tlora" / "ray_train")
 
 
-def test_with_restarts_nobody_is_ended_before_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one machine a group that is to be larger would end its worker, and wait for two for ever."""
-    desk = Desk(monkeypatch, size=3, in_place=False)
-    now_s = 0.0
-    monkeypatch.setattr(ray_train.time, "monotonic", lambda: now_s)
-    assert isinstance(desk.look(1, 2, 3), NoopDecision)
-    assert not desk.policy.pending
-    for _ in range(3):
-        assert isinstance(desk.look(1), NoopDecision)
-    first, second = desk.policy.pending
-    first.is_ready = True
-    assert isinstance(desk.look(1), NoopDecision), "the other may come soon"
-    now_s = 31.0
+@pytest.mark.parametrize("size", [1, 3])
+def test_with_restarts_a_size_is_changed_by_ray_train_itself(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    desk = Desk(monkeypatch, size=size, in_place=False)
+    assert desk.policy.make_decision_for_non_running_worker_group().num_workers == size
     decision = desk.look(1)
-    assert (type(decision), decision.num_workers, desk.removed) == (ResizeDecision, 2, [first, second])
-    assert isinstance(desk.look(1, 2), NoopDecision)
-    desk.policy.pending[0].is_ready = True
-    assert desk.look(1, 2).num_workers == 3
-    desk.policy.size = 1
-    decision = desk.look(1, 2, 3)
-    assert (type(decision), decision.num_workers) == (ResizeDecision, 1)
-
-
-@pytest.mark.parametrize(("ready", "started"), [(0, 1), (2, 2), (3, 3)])
-def test_with_restarts_as_many_start_as_there_is_room_for(
-    monkeypatch: pytest.MonkeyPatch, ready: int, started: int
-) -> None:
-    desk = Desk(monkeypatch, size=3, in_place=False)
-    monkeypatch.setattr(ray_train, "_LOOK_S", 0.2)
-    monkeypatch.setattr(FakeGroup, "wait", lambda group, timeout_s: desk.policy.pending.index(group) < ready)
-    assert desk.policy.make_decision_for_non_running_worker_group().num_workers == started
-    assert len(desk.removed) == 3
-    assert not desk.policy.pending
+    assert isinstance(decision, NoopDecision) is (size == 1)
+    if size == 3:
+        assert type(decision) is ResizeDecision
+        assert decision.num_workers == 3
 
 
 def test_an_autoscaler_is_asked_for_whole_lanes() -> None:

@@ -83,33 +83,3 @@ def test_a_base_that_kills_its_workers_blames_no_job(desk: RosterDesk) -> None:
         live(desk, f"w{number}", "ab", base_loads=0)
     assert desk.states() == {"a": "queued", "b": "queued"}
     assert desk.roster.entry("a").crashes == 0
-
-
-def test_a_job_that_waits_for_room_is_not_to_blame(desk: RosterDesk) -> None:
-    desk.submit("a", "b")
-    for number in range(4):
-        worker = FakeWorker(desk, f"w{number}")
-        worker.report = worker.report.__class__(f"w{number}", "g", 0, "node", 1, base_loads=1)
-        worker.say()
-        desk.plan()
-        worker.say()
-        worker.say(b=JobReport(worker.orders.jobs["b"].attempt, State.ATTACHING, "waits for room beside 1 other"))
-        desk.wait(12.0)
-    assert desk.states() == {"a": "queued", "b": "queued"}
-    assert desk.roster.entry("b").crashes == 0
-
-
-def test_a_suspect_comes_by_itself(desk: RosterDesk) -> None:
-    """Not beside one that is new, and may be the cause."""
-    desk.submit("a")
-    for number in range(2):
-        live(desk, f"w{number}", "a")
-    desk.submit("new")
-    worker = FakeWorker(desk, "next")
-    worker.say()
-    desk.plan()
-    worker.say(a=JobReport(desk.roster.entry("a").attempt, State.ATTACHING))
-    assert list(worker.orders.jobs) == ["a"]
-    worker.say()
-    worker.say()
-    assert list(worker.orders.jobs) == ["a", "new"]

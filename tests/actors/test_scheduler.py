@@ -194,18 +194,3 @@ def test_a_group_is_not_stopped_before_it_has_started(tmp_path: Path, monkeypatc
     one._round()
     assert ended == ["g"]
     assert "g" not in desk.roster.groups
-
-
-def test_no_group_starts_where_the_outputs_are_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray Train would make their folder beneath the mount."""
-    desk, started = RosterDesk(tmp_path), list[str]()
-    one = _Round(desk, monkeypatch)
-    one._mark = tmp_path / "away" / "mark"
-    monkeypatch.setattr(group, "start", lambda spec, options, size: started.append(options.group))
-    base = '{"model": "m"}'
-    one._start(base, 1, "it has jobs")
-    deadline_s = time.monotonic() + 10
-    while one._starting and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not started
-    assert "is the folder of outputs away?" in desk.roster.troubles[base]

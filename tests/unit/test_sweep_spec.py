@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tlora.errors import CheckpointError, SpecError
-from tlora.sweep import Curve, Exit, Reading
+from tlora.sweep import Exit, Reading
 from tlora.sweep_spec import Result, draw, is_sweep, load_sweep, parse_sweep
-from tlora.sweep_state import Candidate, Status, SweepState
+from tlora.sweep_state import Candidate, SweepState
 
 JOB = {"base": {"model": "m"}, "data": {"path": "rows", "eval_path": "held-out"}}
 SPACE = {
@@ -125,17 +125,6 @@ def test_who_has_over_fitted_counts_as_finished_for_the_sampler() -> None:
     assert [result.finished for result in state.results] == [True, False]
     one.revive()
     assert not state.results[0].finished
-
-
-def test_a_failed_candidate_that_comes_back_leads_by_a_new_best_alone() -> None:
-    """Its best adapter was not written."""
-    one = Candidate(number=0, name="c0", values={}, num_siblings=1, total=9, eval_every=1, best_loss=0.5)
-    one.status, one.has_best = Status.FAILED, False
-    state = SweepState(spec={}, candidates=[one])
-    one.revive()
-    assert state.leader is None
-    state.measure(one, Curve([(1, 1.0), (2, 1.0)], [(2, 0.4)], 1, 8), 2)
-    assert state.leader is one
 
 
 def test_a_file_is_named_after_itself(tmp_path: Path) -> None:
