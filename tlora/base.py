@@ -152,7 +152,11 @@ def refuse_without_weights(base: BaseSpec) -> None:
     """Raise ModelError for a base's folder that lacks files of weights; the hub's are not asked for."""
     folder = Path(base.model)
     there, index = {path.name for path in folder.glob("*.safetensors")}, folder / "model.safetensors.index.json"
-    wanted = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+    is_cut = index.exists() and "model.safetensors" not in there  # the whole is taken, if it is there
+    try:
+        wanted = set(json.loads(index.read_text())["weight_map"].values()) if is_cut else set()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise unreachable(base, error) from error
     if folder.is_dir() and (not there or wanted - there):
         lacking = min(wanted - there, default="*.safetensors")
         raise ModelError(f"base.model = {base.model!r}: {lacking} is not there. Complete the download.")

@@ -7,6 +7,7 @@ Called by `tlora.local` for `tlora check`, and by the trainer. Measures nothing 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import clear_frames
 
 import torch
 
@@ -65,5 +66,6 @@ def driver_memory() -> Iterator[None]:
     except RuntimeError as error:
         signs = ("out of memory", "ALLOC_FAILED")  # of CUDA's runtime and NCCL; of cuBLAS and its like
         if any(sign in str(error) for sign in signs) or isinstance(error.__context__, torch.OutOfMemoryError):
+            clear_frames(error.__traceback__)  # they hold what there was no room for
             raise torch.OutOfMemoryError(str(error)) from error
         raise

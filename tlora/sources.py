@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_OF_ROWS = {*KINDS, ".ndjson", ".geoparquet", ".gpq"}
+"""Parts of names of files that hold rows, of which some are refused, rather than lost."""
 _MAX_CHUNK_BYTES = 1 << 30
 _DATE = re.compile(rb'"\d{4}-\d\d-\d\d')
 
@@ -40,7 +42,7 @@ def read_rows(path: str, name: str | None, split: str, where: str) -> "Dataset":
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise DataError(f"{where}: data.path = {path[:60]!r}: cannot be read: {error.strerror}.") from None
     if local.is_dir():
-        files = [file for file in _resolve("**", local) if file.suffix.lower() in KINDS]
+        files = [file for file in _resolve("**", local) if _OF_ROWS & {*map(str.lower, file.suffixes)}]
     elif local.exists() or local.suffix.lower() in KINDS:
         files = [local]
     else:
@@ -102,7 +104,7 @@ def _has_card(folder: Path) -> bool:
     if not readme.is_file():
         return False
     configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
-    return any("data_files" in config for config in configs.values())
+    return any({"data_files", "data_dir"} & config.keys() for config in configs.values())
 
 
 def _splits(folder: Path, files: list[Path], where: str) -> dict[str, list[Path]]:

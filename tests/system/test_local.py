@@ -133,11 +133,16 @@ def test_a_paused_job_needs_what_it_started_from_no_more(specs: list[JobSpec]) -
 def test_a_base_that_was_not_downloaded_whole_is_refused_before_it_is_sent(specs: list[JobSpec]) -> None:
     base = Path(specs[0].base.model)
     index = base / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    assert prepare(specs[:1]), "left by a base that was saved in parts before it was saved whole"
+    (base / "model.safetensors").rename(base / "model-2.safetensors")
     with pytest.raises(SpecError, match=r"model-1\.safetensors is not there\. Complete the download"):
         prepare(specs[:1])
+    index.write_text('{"weight_map": {"a": ')
+    with pytest.raises(SpecError, match="cannot be loaded: Expecting value"):
+        prepare(specs[:1])
     index.unlink()
-    (base / "model.safetensors").unlink()
+    (base / "model-2.safetensors").unlink()
     with pytest.raises(SpecError, match=r"\*\.safetensors is not there"):
         prepare(specs[:1])
 

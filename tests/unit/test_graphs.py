@@ -1,5 +1,6 @@
 """When a shape of ticks is captured as a CUDA graph; that replayed ones train the same: system/test_compiled.py."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from numeric import Job, batch_of
 
 from tlora import graphs
 from tlora.graphs import Graphs
+from tlora.memory import driver_memory
 from tlora.packing import Batch
 
 
@@ -181,6 +183,20 @@ def test_memory_that_the_driver_lacks_is_no_end(
     made.clear()
     with pytest.raises(torch.AcceleratorError, match="illegal"):
         ticks(made, 100)
+
+
+def test_an_error_of_the_driver_s_holds_nothing_of_the_tick() -> None:
+    """Else what it had taken could not be given back before the next, smaller one."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def tick() -> None:
+        taken = torch.zeros(8)
+        held.append(weakref.ref(taken))
+        in_the_driver()
+
+    with pytest.raises(torch.OutOfMemoryError), driver_memory():
+        tick()
+    assert held[0]() is None
 
 
 @pytest.mark.parametrize("raises", [amid_a_capture, in_the_driver, in_a_library])

@@ -91,6 +91,21 @@ def test_file_of_a_folder_that_is_in_no_split_is_refused(tmp_path: Path) -> None
     assert len(read(tmp_path)) == 5
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.ndjson"])
+def test_rows_of_a_kind_that_is_not_read_are_not_lost(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a.jsonl", numbered(2))
+    (tmp_path / name).write_bytes(b"rows")
+    assert f"got files of kinds {', '.join(sorted(['.jsonl', Path(name).suffix]))}" in refusal(tmp_path)
+
+
+def test_dataset_card_says_which_folder_is_read(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"v{number}").mkdir()
+        write(tmp_path / f"v{number}" / "rows.jsonl", numbered(number))
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_dir: v2\n---\nRows.\n")
+    assert read(tmp_path) == numbered(2)
+
+
 def test_dataset_card_says_which_files_make_a_split(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", numbered(2))
     write(tmp_path / "b.jsonl", numbered(3))
